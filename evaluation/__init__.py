@@ -1,0 +1,1 @@
+"""Answers by generation and scores them: built-in held-out questions and the public benchmarks."""

@@ -1,0 +1,1 @@
+"""Turns a trained model into a self-contained Hub folder and checks it."""

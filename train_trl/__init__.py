@@ -1,0 +1,1 @@
+"""Trains with TRL's SFTTrainer: recipes, arguments, data sets, callbacks and the built-in data."""
