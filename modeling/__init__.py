@@ -1,1 +1,1 @@
-"""The model itself: every file here is copied into the published Hub repository, and nothing else is."""
+"""The model: everything in this room, and nothing else, ships to the Hub."""

@@ -1,0 +1,80 @@
+"""Configuration of a LLaVA model whose visual tokens enter the language model at the norm of text tokens."""
+
+import math
+
+from transformers import LlavaConfig
+
+
+ALIGNED_NORM_DEFAULTS = {
+    "kind": "layernorm",
+    "gain_init": "text",
+    "target_norm": None,
+    "eps": 1e-6,
+    "trainable": True,
+    "gwc": True,
+    "gwc_floor": 1e-3,
+}
+_KINDS = ("layernorm", "rmsnorm", "scale", "none")
+
+
+def _is_number(value, above: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > above
+
+
+def complete_aligned_norm(settings: dict | None) -> dict:
+    """The `aligned_norm` block with every key present and checked.
+
+    Keys: `kind` (layernorm, rmsnorm, scale, none), `gain_init` ("text" for T/sqrt(hidden_size), or a number),
+    `target_norm` (the T that was used; None until it is measured), `eps`, `trainable`, `gwc`, `gwc_floor`.
+
+    Raises:
+        ValueError: names each unknown key and each value that does not fit.
+    """
+    settings = {} if settings is None else settings
+    if not isinstance(settings, dict):
+        raise ValueError(f"aligned_norm must be a block of settings (a dict), got {settings!r}.")
+    unknown = sorted(set(settings) - set(ALIGNED_NORM_DEFAULTS))
+    if unknown:
+        raise ValueError(
+            f"Unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in aligned_norm. "
+            f"Known keys: {', '.join(ALIGNED_NORM_DEFAULTS)}."
+        )
+    full = {**ALIGNED_NORM_DEFAULTS, **settings}
+    checks = {
+        "kind": (full["kind"] in _KINDS, f"one of {', '.join(_KINDS)}"),
+        "gain_init": (full["gain_init"] == "text" or _is_number(full["gain_init"]), "'text' or a finite number"),
+        "target_norm": (full["target_norm"] is None or _is_number(full["target_norm"], 0), "null or a number above 0"),
+        "eps": (_is_number(full["eps"], 0), "a number above 0"),
+        "trainable": (isinstance(full["trainable"], bool), "true or false"),
+        "gwc": (isinstance(full["gwc"], bool), "true or false"),
+        "gwc_floor": (_is_number(full["gwc_floor"], 0), "a number above 0"),
+    }
+    for key, (fits, expected) in checks.items():
+        if not fits:
+            raise ValueError(f"aligned_norm.{key} must be {expected}, got {full[key]!r}.")
+    return full
+
+
+class NormAlignLlavaConfig(LlavaConfig):
+    """A LlavaConfig with one more block, `aligned_norm` (see `complete_aligned_norm`).
+
+    Source of the method: arXiv 2512.08374.
+    """
+
+    model_type = "normalign_llava"
+    _auto_class = "AutoConfig"
+
+    def __init__(self, vision_config=None, text_config=None, aligned_norm: dict | None = None, **kwargs):
+        kwargs.pop("auto_map", None)
+        self.aligned_norm = complete_aligned_norm(aligned_norm)
+        super().__init__(vision_config=vision_config, text_config=text_config, **kwargs)
+        # Plain names, never "repo--name": what is saved carries its own code files.
+        model = "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration"
+        self.auto_map = {
+            "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
+            "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
+            "AutoModelForImageTextToText": model,
+            "AutoModelForVision2Seq": model,
+            "AutoModelForMultimodalLM": model,
+            "AutoModelForCausalLM": model,
+        }

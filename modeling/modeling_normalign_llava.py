@@ -1,0 +1,179 @@
+"""LLaVA with an aligned norm at the end of its projector."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import AutoModel, GenerationMixin
+from transformers.models.llava.modeling_llava import (
+    LlavaForConditionalGeneration,
+    LlavaModel,
+    LlavaMultiModalProjector,
+    LlavaPreTrainedModel,
+)
+from transformers.utils import logging
+
+from .aligned_norm import AlignedNorm, text_embedding_norm
+from .configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
+
+
+logger = logging.get_logger(__name__)
+
+
+class NormAlignLlavaMultiModalProjector(LlavaMultiModalProjector):
+    """LLaVA's projector, then the aligned norm: (..., vision width) -> (..., hidden size of the language model)."""
+
+    def __init__(self, config: NormAlignLlavaConfig):
+        super().__init__(config)
+        settings = complete_aligned_norm(config.aligned_norm)
+        if settings["kind"] == "none":
+            self.aligned_norm = nn.Identity()
+            return
+        self.aligned_norm = AlignedNorm(
+            config.text_config.hidden_size,
+            kind=settings["kind"],
+            eps=settings["eps"],
+            gwc=settings["gwc"],
+            gwc_floor=settings["gwc_floor"],
+        )
+        self.aligned_norm.requires_grad_(settings["trainable"])
+
+    def forward(self, image_features: torch.Tensor) -> torch.Tensor:
+        return self.aligned_norm(super().forward(image_features))
+
+
+class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
+    """Initialisation and loading rules that the two models share."""
+
+    config_class = NormAlignLlavaConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["NormAlignLlavaMultiModalProjector"]
+    # transformers 4.57 would rename our parameters on saving by LLaVA's old-name table
+    _checkpoint_conversion_mapping = {}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not isinstance(module, AlignedNorm):
+            return super()._init_weights(module)
+        settings = self.config.aligned_norm
+        if settings["gain_init"] != "text":
+            module.set_gain_(float(settings["gain_init"]))
+        elif settings["target_norm"] is not None:
+            module.set_target_norm_(settings["target_norm"])
+        else:
+            # T is not known before the embeddings are there: `initialize_aligned_norm_` puts the value in
+            module.set_gain_(1.0)
+
+    def _keep_norm_in_float32(self) -> None:
+        if self.config.aligned_norm["kind"] != "none":
+            self._keep_in_fp32_modules_strict = ["aligned_norm"]
+
+    def initialize_aligned_norm_(self, target_norm: float | None = None, input_norm: float | None = None) -> float:
+        """Starts the gain anew, as `config.aligned_norm.gain_init` says, and writes T to the config.
+
+        Args:
+            target_norm: T; when None the T of the config, and when that is None too, T is measured on the embeddings.
+            input_norm: mean norm of the projected tokens, for kind `scale` alone.
+
+        Returns:
+            the gain (one value for all channels).
+
+        Raises:
+            ValueError: there is no norm to initialise, or T cannot be measured (see `text_embedding_norm`).
+        """
+        settings = self.config.aligned_norm
+        norm = self.get_aligned_norm()
+        if norm is None:
+            raise ValueError("aligned_norm.kind is 'none': there is no gain to initialise.")
+        T = target_norm or settings["target_norm"] or text_embedding_norm(self.get_input_embeddings())
+        settings["target_norm"] = T
+        for parameter in norm.parameters():
+            parameter._is_hf_initialized = False
+        if settings["gain_init"] == "text":
+            norm.set_target_norm_(T, input_norm)
+        else:
+            norm.set_gain_(float(settings["gain_init"]))
+        return norm.weight.flatten()[0].item()
+
+    def get_aligned_norm(self) -> AlignedNorm | None:
+        """The norm at the end of the projector, or None for kind `none`."""
+        norm = self.base_model.multi_modal_projector.aligned_norm
+        return norm if isinstance(norm, AlignedNorm) else None
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
+        """As in transformers; a weight that the folder lacks or that the model has no place for is an error.
+
+        The one exception is a gain that is missing: it is set from T, and said so.
+        """
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        model._check_loaded_keys(info, pretrained_model_name_or_path)
+        return (model, info) if output_loading_info else model
+
+    def _check_loaded_keys(self, info: dict, source) -> None:
+        missing, unexpected = set(info["missing_keys"]), sorted(info["unexpected_keys"])
+        norm_keys = {name for name, _ in self.named_parameters() if "multi_modal_projector.aligned_norm." in name}
+        whole_norm_missing = bool(norm_keys) and norm_keys <= missing
+        random = sorted(missing - norm_keys if whole_norm_missing else missing)
+        kind = self.config.aligned_norm["kind"]
+        if random or unexpected:
+            problems = []
+            if random:
+                problems.append(f"{len(random)} weights are not in it and would be random ({', '.join(random[:3])}, ...)")
+            if any("aligned_norm" in key for key in unexpected):
+                problems.append(f"it holds an aligned norm, but config.aligned_norm.kind is {kind!r}")
+            elif unexpected:
+                problems.append(
+                    f"{len(unexpected)} of its weights have no place in the model ({', '.join(unexpected[:3])}, ...)"
+                )
+            raise ValueError(
+                f"The checkpoint {source} does not fit {type(self).__name__}: {'; '.join(problems)}. Load it with the "
+                f"config it was saved with; a LLaVA model without the norm is converted by `normalign graft`."
+            )
+        if whole_norm_missing:
+            gain = self.initialize_aligned_norm_()
+            logger.warning(
+                f"The checkpoint {source} has no aligned norm: its gain was set to {gain:.6g} from the text norm "
+                f"T = {self.config.aligned_norm['target_norm']:.6g}. The model needs re-alignment training."
+            )
+
+
+class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, LlavaModel):
+    """LLaVA without the language-modelling head, with the aligned norm at the end of `multi_modal_projector`."""
+
+    _auto_class = "AutoModel"
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+
+    def __init__(self, config: NormAlignLlavaConfig):
+        # not LlavaModel.__init__, which would build a second projector
+        LlavaPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = NormAlignLlavaMultiModalProjector(config)
+        self.language_model = AutoModel.from_config(config.text_config)
+        self._keep_norm_in_float32()
+        self.post_init()
+        if config.aligned_norm["kind"] != "none" and config.aligned_norm["target_norm"] is None:
+            self._align_if_embeddings_are_there()
+
+    def _align_if_embeddings_are_there(self) -> None:
+        table = self.get_input_embeddings().weight
+        # on the meta device (from_pretrained) or sharded away the gain comes from the checkpoint or is set after loading
+        if table.device.type != "meta" and table.numel() and math.isfinite(n := table.norm().item()) and n > 0:
+            self.initialize_aligned_norm_()
+
+
+class NormAlignLlavaForConditionalGeneration(
+    NormAlignLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin
+):
+    """LLaVA whose visual tokens enter the language model at the norm of text tokens (arXiv 2512.08374)."""
+
+    _auto_class = "AutoModelForImageTextToText"
+
+    def __init__(self, config: NormAlignLlavaConfig):
+        # not LlavaForConditionalGeneration.__init__, which would build a second language model
+        LlavaPreTrainedModel.__init__(self, config)
+        self.model = NormAlignLlavaModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self._keep_norm_in_float32()
+        self.post_init()
