@@ -9,6 +9,7 @@ OUT = Path(__file__).resolve().parent.parent / "train_trl" / "data" / "optical_d
 
 
 def main() -> None:
+    """Write the file and say how large it is."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
