@@ -8,6 +8,7 @@ import math
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -88,6 +89,7 @@ class _LayerNormGWC(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, mean, rstd, weight, bias = ctx.saved_tensors
         dtype = _compute_dtype(x, weight)
@@ -123,6 +125,7 @@ class _RMSNormGWC(torch.autograd.Function):
         return (wide * rstd * weight.to(dtype)).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, rstd, weight = ctx.saved_tensors
         dtype = _compute_dtype(x, weight)
@@ -147,6 +150,7 @@ class _ScaleGWC(torch.autograd.Function):
         return (x.to(dtype) * weight.to(dtype)).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dtype = _compute_dtype(x, weight)

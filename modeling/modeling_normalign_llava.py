@@ -120,7 +120,9 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
         if random or unexpected:
             problems = []
             if random:
-                problems.append(f"{len(random)} weights are not in it and would be random ({', '.join(random[:3])}, ...)")
+                problems.append(
+                    f"{len(random)} weights are not in it and would be random ({', '.join(random[:3])}, ...)"
+                )
             if any("aligned_norm" in key for key in unexpected):
                 problems.append(f"it holds an aligned norm, but config.aligned_norm.kind is {kind!r}")
             elif unexpected:
