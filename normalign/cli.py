@@ -1,0 +1,385 @@
+"""The command line program `normalign`: each command is a thin wrapper around the function of one room.
+
+A room is imported when its command runs, after the arguments have been checked: help and usage errors are quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from . import __version__
+from .configuration.errors import NormalignError
+
+
+# `click` is a package of its own or a part of typer, by typer's version: reach its base class without naming either.
+_UsageError = typer.BadParameter.__base__
+
+
+class _Program(TyperGroup):
+    """A group of commands in which an error is one paragraph and `--debug` may stand anywhere."""
+
+    def parse_args(self, ctx, args):
+        if "--debug" in args:
+            args = ["--debug", *(argument for argument in args if argument != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, _UsageError, BrokenPipeError):
+            raise
+        except Exception as error:
+            if ctx.params.get("debug"):
+                raise
+            _say_error(error)
+            raise typer.Exit(1) from None
+
+
+def _say_error(error: Exception) -> None:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        paragraph = f"{error.strerror}: {error.filename}"
+    elif isinstance(error, NormalignError | OSError | ValueError):
+        paragraph = str(error)
+    else:
+        paragraph = (
+            f"Unexpected {type(error).__name__}: {error}. This may be a fault of normalign: "
+            "run the same command with --debug to see where it happened."
+        )
+    console = Console(stderr=True, highlight=False)
+    console.print("[bold red]Error:[/]", end=" ")
+    console.print(" ".join(paragraph.split()), markup=False, soft_wrap=True)
+
+
+app = typer.Typer(
+    name="normalign",
+    cls=_Program,
+    help="Vision-language models whose visual tokens enter the language model at the norm of text tokens.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+class NormKind(str, Enum):
+    """The kinds of aligned norm, see configuration."""
+
+    layernorm = "layernorm"
+    rmsnorm = "rmsnorm"
+    scale = "scale"
+    none = "none"
+
+
+class DType(str, Enum):
+    """Number formats that weights can be held in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a Hub id.", show_default=False)]
+Out = Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="Folder to write.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
+ImagePaths = Annotated[
+    list[Path] | None,
+    typer.Option("--image", exists=True, dir_okay=False, metavar="PATH", help="An image; may be given several times."),
+]
+Norm = Annotated[NormKind | None, typer.Option("--norm", help="Kind of aligned norm.  [dim]default: layernorm[/]")]
+GainInit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="text|N",
+        help="Gain at the start: 'text' for the text norm over the root of the width, or a number.  "
+        "[dim]default: text[/]",
+    ),
+]
+Gwc = Annotated[
+    bool | None,
+    typer.Option("--gwc/--no-gwc", help="Global Weight Compensation in the backward pass.  [dim]default: on[/]"),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"normalign {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(out: Out = Path("outputs/demo"), as_json: AsJson = False) -> None:
+    """Go the whole way on built-in data, offline: compose, inspect, train, evaluate, export, reload."""
+    from .demo import run_demo
+
+    with _only_json(as_json):
+        results = run_demo(out)
+    if as_json:
+        _print_json(results)
+
+
+@app.command()
+def compose(
+    vision: Annotated[str, typer.Option(metavar="ID", help="Vision encoder: a local folder or a Hub id.")],
+    text: Annotated[str, typer.Option(metavar="ID", help="Language model: a local folder or a Hub id.")],
+    out: Out,
+    norm: Norm = None,
+    gain_init: GainInit = None,
+    gwc: Gwc = None,
+    vision_feature_layer: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Encoder layer to read, such as -2.  [dim]default: by the encoder[/]"),
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Number format.  [dim]default: the language model's[/]")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the projector's first weights.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a vision encoder and a language model together, aligned from the start."""
+    aligned_norm = _aligned_norm(norm, gain_init, gwc)
+    from .assembly import compose
+
+    with _only_json(as_json):
+        model, processor = compose(
+            vision,
+            text,
+            aligned_norm,
+            vision_feature_layer=vision_feature_layer,
+            dtype=dtype and dtype.value,
+            seed=seed,
+        )
+        _save(model, processor, out)
+    _report(_summary(model, out), as_json)
+
+
+@app.command()
+def graft(
+    model: Model,
+    out: Out,
+    norm: Norm = None,
+    gain_init: GainInit = None,
+    gwc: Gwc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Insert the aligned norm into a finished model, which then needs training to be of use again."""
+    aligned_norm = _aligned_norm(norm, gain_init, gwc)
+    from .assembly import graft
+
+    with _only_json(as_json):
+        grafted, processor = graft(model, aligned_norm)
+        _save(grafted, processor, out)
+    _report(_summary(grafted, out), as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def inspect(
+    ctx: typer.Context,
+    model: Model,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="PATH...",
+            help="Images to look at, one or several.  [dim]default: eight built-in scenes[/]",
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to put beside each image.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, metavar="DIR", help="Folder to write the report to.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the norms of visual and text tokens where they meet."""
+    pictures = _images_to_inspect([*(images or []), *_further_images(ctx)])
+    from .evaluation.generation import load_model
+    from .inspection import inspect_model
+
+    with _only_json(as_json):
+        loaded, processor = load_model(model)
+        report = inspect_model(loaded, processor, pictures, prompts=None if prompt is None else [prompt])
+        if out is not None:
+            report.save(out)
+    _report(report.to_dict(), as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    ctx: typer.Context,
+    recipe: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, metavar="RECIPE.yaml", show_default=False, help="What to do."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
+    overrides = _overrides(ctx)
+    from .train_trl import train
+
+    with _only_json(as_json):
+        folder = train(recipe, overrides)
+    _report({"out": str(folder)}, as_json)
+
+
+@app.command()
+def chat(
+    model: Model,
+    image: ImagePaths = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Ask this and stop; without it, questions are read one by one.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model about images."""
+    if as_json and prompt is None:
+        raise typer.BadParameter("--json needs a --prompt to answer.")
+    from .evaluation.generation import answer
+
+    images = [str(path) for path in image or []]
+    if prompt is not None:
+        with _only_json(as_json):
+            reply = answer(model, prompt, images, max_new_tokens)
+        if as_json:
+            _print_json({"model": model, "prompt": prompt, "images": images, "answer": reply})
+        else:
+            typer.echo(reply)
+        return
+    while question := _next_question():
+        typer.echo(answer(model, question, images, max_new_tokens))
+
+
+@app.command()
+def export(model: Model, out: Out, as_json: AsJson = False) -> None:
+    """Write a self-contained folder for the Hub: weights, code, processor and card."""
+    from .hub_upload import export
+
+    with _only_json(as_json):
+        folder = export(model, out)
+    _report({"out": str(folder)}, as_json)
+
+
+def _aligned_norm(kind: NormKind | None, gain_init: str | None, gwc: bool | None) -> dict[str, Any] | None:
+    """The settings that were given; what is left out keeps the default of the config."""
+    settings = {"kind": kind and kind.value, "gain_init": _gain_init(gain_init), "gwc": gwc}
+    return {key: value for key, value in settings.items() if value is not None} or None
+
+
+def _gain_init(given: str | None) -> str | float | None:
+    if given in (None, "text"):
+        return given
+    try:
+        return float(given)
+    except ValueError:
+        raise typer.BadParameter(f"'{given}' is neither 'text' nor a number.", param_hint="'--gain-init'") from None
+
+
+def _overrides(ctx: typer.Context) -> dict[str, str]:
+    """`--a.b value` and `--a.b=value` among the arguments that no option of ours has taken."""
+    overrides, rest = {}, list(ctx.args)
+    while rest:
+        argument = rest.pop(0)
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not key:
+            raise typer.BadParameter(f"Unexpected argument '{argument}'; settings are given as --key value.")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise typer.BadParameter(f"'--{key}' needs a value: --{key} VALUE.")
+            value = rest.pop(0)
+        overrides[key] = value
+    return overrides
+
+
+def _further_images(ctx: typer.Context) -> list[Path]:
+    """What follows the first path of `--images a.png b.png c.png`."""
+    paths = [Path(argument) for argument in ctx.args]
+    for path in paths:
+        if not path.is_file():
+            raise typer.BadParameter(f"There is no image '{path}'.", param_hint="'--images'")
+    return paths
+
+
+def _images_to_inspect(paths: list[Path]) -> list:
+    """The images of the user, or eight scenes of the built-in data."""
+    from PIL import Image
+
+    if paths:
+        return [Image.open(path).convert("RGB") for path in paths]
+    from .train_trl.digit_scenes import digit_scene_rows
+
+    rows = digit_scene_rows(8, split="test", text_only_share=0)
+    return [image for row in rows for image in row["images"]]
+
+
+def _next_question() -> str:
+    """The next line that is typed, or '' at an empty line or the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _save(model, processor, out: Path) -> None:
+    model.save_pretrained(out)
+    processor.save_pretrained(out)
+
+
+def _summary(model, out: Path) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "aligned_norm": model.config.aligned_norm,
+    }
+
+
+def _only_json(as_json: bool):
+    """While a room works, what it prints goes to stderr, so that stdout holds the JSON alone."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    typer.echo(json.dumps(result, indent=2, default=str))
+
+
+def _report(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(result)
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in _flat(result):
+        table.add_row(key, value)
+    Console(soft_wrap=True).print(table)
+
+
+def _flat(result: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as rows of dotted key and value; lists stay in the JSON."""
+    rows = []
+    for key, value in result.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            rows.append((f"{prefix}{key}", f"{value:,}" if type(value) is int else str(value)))
+    return rows
+
+
+def main() -> None:
+    """Run the program; exits with 0 when done, 1 when it failed, 2 when it was called wrongly."""
+    app(prog_name="normalign")
