@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
+from ..configuration.errors import NormalignError
+
 
 Tune = Literal["frozen", "full"]
 Arm = Literal["none", "default", "aligned", "aligned_gwc", "rms", "scale"]
@@ -29,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
 _SOURCES = ("model", "from_stage", "compose")
 
 
-class RecipeError(ValueError):
+class RecipeError(NormalignError):
     """A recipe that cannot be run; the message says which key, and what to write."""
 
 

@@ -1,0 +1,23 @@
+"""`python -m normalign.train_trl RECIPE.yaml [--key value ...]`, for `accelerate launch -m normalign.train_trl`."""
+
+import sys
+
+from ..configuration.errors import NormalignError
+from . import RecipeError, parse_overrides, train
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the recipe; 0 done, 1 failed, 2 wrong usage."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stderr.write(f"{__doc__}\n")
+        return 0 if arguments else 2
+    try:
+        train(arguments[0], parse_overrides(arguments[1:]))
+    except NormalignError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, RecipeError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

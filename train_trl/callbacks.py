@@ -1,0 +1,272 @@
+"""What one sees of a training run: a JSON line for each logged step, and a progress bar with the stage's name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import ProgressCallback, TrainerCallback
+
+from ..configuration.errors import NormalignError
+from .parts import PARTS, parameters_by_part, total_norm
+
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED_WEIGHTS = 2**20
+
+
+class _Mean:
+    """A mean over token norms that stays on their device until it is read."""
+
+    def __init__(self):
+        self.total: torch.Tensor | float = 0.0
+        self.count = 0
+
+    def add(self, norms: torch.Tensor) -> None:
+        self.total = self.total + norms.sum()
+        self.count += norms.numel()
+
+    def value(self) -> float | None:
+        return float(self.total) / self.count if self.count else None
+
+
+class InterfaceProbe:
+    """Measures, between `attach` and `detach`, what enters the language model and whether GWC acts.
+
+    `visual_in` and `visual_out` are the mean L2 norms of visual tokens before and after the aligned norm, `text` that of
+    text tokens (no placeholder, no padding) where both enter the language model. `gwc_runs` counts the backward passes
+    through GWC itself, so that a GWC that is set but bypassed does not go unseen.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._image_token = model.config.image_token_id
+        self._base, self._decoder = model.base_model, model.get_decoder()
+        self._norm = model.base_model.multi_modal_projector.aligned_norm
+        self._handles: list[Any] = []
+        self._text_mask: torch.Tensor | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.visual_in, self.visual_out, self.text = _Mean(), _Mean(), _Mean()
+        self.gwc_runs = 0
+
+    def attach(self) -> None:
+        """Starts to measure, with all values at zero."""
+        self.detach()
+        self._reset()
+        self._handles = [
+            self._norm.register_forward_hook(self._after_norm),
+            self._base.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            self._decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+        ]
+
+    def detach(self) -> None:
+        """Takes every hook off the model; the values stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._text_mask = None
+
+    def __enter__(self) -> InterfaceProbe:
+        self.attach()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.detach()
+
+    def _after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        self.visual_in.add(_token_norms(args[0]))
+        self.visual_out.add(_token_norms(output))
+        node = output.grad_fn
+        if node is not None and node.name().endswith("GWCBackward"):
+            node.register_hook(self._count_gwc)
+
+    def _count_gwc(self, grad_inputs: tuple, grad_outputs: tuple) -> None:
+        self.gwc_runs += 1
+
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self._text_mask = None
+        if ids is not None:
+            mask = kwargs.get("attention_mask")
+            self._text_mask = ids != self._image_token
+            if mask is not None:
+                self._text_mask &= mask.bool()
+
+    def _before_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        embeddings = kwargs.get("inputs_embeds")
+        if embeddings is not None and self._text_mask is not None:
+            self.text.add(_token_norms(embeddings[self._text_mask]))
+
+
+def _token_norms(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tokens.detach(), dim=-1, dtype=torch.float32)
+
+
+class TrainLog(TrainerCallback):
+    """Writes one JSON object for each logged step to `path` (keys: DESIGN.md section 4, here `record`).
+
+    Loss and learning rate are the trainer's. Gradient norms are those before clipping: they are read after it and
+    divided by the factor, which follows from the trainer's total norm. `update/PART` is |dW|/|W| of that one optimizer
+    step, over all weights of a small tensor and at most about a million of a large one. Frozen parts have 0. Without a
+    picture in the step, the norms of visual tokens are null; without a norm, `aligned_norm/*` is. Between logged steps
+    nothing is measured and no hook is on the model.
+    """
+
+    def __init__(self, path: str | Path, model: nn.Module, stage: str):
+        self.path, self.stage = Path(path), stage
+        self._model, self._aligned_norm = model, model.get_aligned_norm()
+        self._probe = InterfaceProbe(model)
+        self._trained = {
+            part: [parameter for _, parameter in parameters if parameter.requires_grad]
+            for part, parameters in parameters_by_part(model).items()
+        }
+        self._record: dict[str, Any] | None = None
+        self._clipped: dict[str, float] = {}
+        self._before: dict[str, list[torch.Tensor]] = {}
+        self._warned_of_gwc = False
+
+    def close(self) -> None:
+        """Takes the hooks off, also where training was broken off."""
+        self._probe.detach()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Starts the file anew, or goes on with it where training resumes."""
+        if state.is_world_process_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if state.global_step == 0:
+                self.path.write_text("", encoding="utf-8")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Switches the measuring on for a step that will be logged."""
+        self._record = None
+        if self._is_logged(state.global_step + 1, args, state):
+            self._record = {}
+            self._probe.attach()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Reads the gradients and keeps the weights."""
+        if self._record is None:
+            return
+        for part, parameters in self._trained.items():
+            self._clipped[part] = total_norm([p.grad for p in parameters if p.grad is not None])
+            self._before[part] = [_sample(parameter) for parameter in parameters]
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Measures how far the step has moved the weights."""
+        if self._record is None:
+            return
+        for part, before in self._before.items():
+            moved = total_norm([_sample(now) - then for now, then in zip(self._trained[part], before)])
+            self._record[f"update/{part}"] = moved / (total_norm(before) or 1.0)
+        self._before = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Switches the measuring off; the last step is always logged."""
+        if self._record is not None:
+            self._probe.detach()
+            self._record.update(self._interface())
+            control.should_log = True
+        return control
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Completes the record with the trainer's figures and writes it."""
+        if self._record is None or logs is None or "loss" not in logs:
+            return
+        clip_factor = 1.0
+        if args.max_grad_norm > 0:
+            clip_factor = min(1.0, args.max_grad_norm / (logs["grad_norm"] + 1e-6))
+        record = {
+            "stage": self.stage,
+            "step": state.global_step,
+            "epoch": logs.get("epoch", state.epoch),
+            "loss": logs["loss"],
+            "learning_rate": logs.get("learning_rate"),
+            "mean_token_accuracy": logs.get("mean_token_accuracy"),
+            **self._record,
+            "grad_norm": logs["grad_norm"],
+            **{f"grad_norm/{part}": self._clipped[part] / clip_factor for part in PARTS},
+            "clip_factor": clip_factor,
+        }
+        self._record = None
+        if state.is_world_process_zero:
+            line = json.dumps({key: _or_null(value) for key, value in record.items()}, allow_nan=False)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        if not math.isfinite(record["loss"]):
+            raise NormalignError(
+                f"The loss became {record['loss']} at or before step {record['step']} of {self.stage}. Lower the "
+                f"learning rate, or look at the last lines of {self.path}."
+            )
+
+    @staticmethod
+    def _is_logged(step: int, args, state) -> bool:
+        return step % state.logging_steps == 0 or step == state.max_steps or (step == 1 and args.logging_first_step)
+
+    def _interface(self) -> dict[str, Any]:
+        visual_in, visual_out, text = (
+            mean.value() for mean in (self._probe.visual_in, self._probe.visual_out, self._probe.text)
+        )
+        norm = self._aligned_norm
+        gain = None if norm is None else norm.weight.detach().float()
+        fired = None if norm is None or not norm.gwc else self._probe.gwc_runs > 0
+        if fired is False and visual_in is not None:
+            self._warn_of_gwc()
+        return {
+            "aligned_norm/gain_abs_mean": None if gain is None else gain.abs().mean().item(),
+            "aligned_norm/gain_l2": None if gain is None else gain.norm().item(),
+            "aligned_norm/mu": None if norm is None else norm.mu.item(),
+            "aligned_norm/gwc_fired": fired,
+            "norm/visual_in": visual_in,
+            "norm/visual_out": visual_out,
+            "norm/text": text,
+            "norm/ratio": visual_out / text if visual_out is not None and text else None,
+        }
+
+    def _warn_of_gwc(self) -> None:
+        if not self._warned_of_gwc and (self._trained["vision"] or self._trained["projector"]):
+            self._warned_of_gwc = True
+            logger.warning(
+                "GWC is on and parts before the norm are trained, but it did not act in the backward pass of a step with "
+                "images: the projector gets the plain gradient. Is the norm compiled, or called without its module?"
+            )
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of the weights, thinned evenly to about a million values."""
+    flat = weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)].clone()
+
+
+def _or_null(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class StageProgress(ProgressCallback):
+    """The trainer's progress bar with the stage's name, and one short line a logged step."""
+
+    def __init__(self, stage: str):
+        super().__init__()
+        self.stage = stage
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Opens the bar."""
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.stage)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Writes step, loss, accuracy over tokens and learning rate above the bar."""
+        if self.training_bar is None or not logs or "loss" not in logs:
+            return
+        figures = [f"step {state.global_step}", f"loss {logs['loss']:.4f}"]
+        for key, label in (("mean_token_accuracy", "token accuracy"), ("grad_norm", "gradient norm")):
+            if key in logs:
+                figures.append(f"{label} {logs[key]:.3g}")
+        self.training_bar.write(f"{self.stage}  " + "  ".join(figures))

@@ -1,0 +1,255 @@
+"""Runs a recipe: loads or composes the model, freezes what is not tuned, trains with TRL's SFTTrainer, saves a whole folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import AutoProcessor, PreTrainedConfig, ProcessorMixin, set_seed
+from trl import SFTConfig, SFTTrainer
+from trl.chat_template_utils import has_generation_markers
+
+from ..configuration.errors import NormalignError
+from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .callbacks import InterfaceProbe, StageProgress, TrainLog
+from .parts import freeze, frozen_modules, training_table
+from .recipe import ARMS, Recipe, load_recipe
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import nn
+
+_ROWS_AT_ONCE = 256
+
+
+def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
+    """Trains what the recipe says; see `normalign.train_trl.train`."""
+    return run(load_recipe(recipe_path, overrides))
+
+
+def run(recipe: Recipe) -> Path:
+    """Trains what the recipe says.
+
+    Returns:
+        `recipe.output_dir`, by then a complete model folder with code, processor and train_log.jsonl.
+
+    Raises:
+        NormalignError: the recipe, the model, the processor or a row of the data does not fit.
+    """
+    if Version(transformers.__version__) < Version("5.18.0"):
+        raise NormalignError(
+            f"Training needs transformers 5.18 or newer, whose processors can mark the assistant's tokens; installed "
+            f"is {transformers.__version__}. Run: pip install -U transformers"
+        )
+    set_seed(recipe.seed)
+    model, processor = load_or_compose(recipe)
+    check_processor(processor)
+    dataset = load_data(recipe)
+    check_supervision(dataset, processor)
+    if recipe.compose is not None:
+        start_scale_gain(model, processor, dataset)
+    freeze(model, recipe.tune)
+    trainer = build_trainer(model, processor, dataset, recipe)
+    if trainer.is_world_process_zero():
+        _print_table(model, recipe)
+    log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
+    try:
+        trainer.train()
+    finally:
+        log.close()
+    return save(trainer, recipe.output_dir)
+
+
+def load_or_compose(recipe: Recipe) -> tuple[nn.Module, ProcessorMixin]:
+    """The model in float32 and its processor, from two backbones or from the folder or Hub id to go on from.
+
+    Raises:
+        NormalignError: the folder holds another kind of model, or another arm than the recipe names.
+    """
+    if recipe.compose is not None:
+        from ..assembly.compose import compose
+
+        block = recipe.compose
+        return compose(
+            block.vision,
+            block.text,
+            aligned_norm=block.aligned_norm,
+            vision_feature_layer=block.vision_feature_layer,
+            dtype=torch.float32,
+            seed=recipe.seed if block.seed is None else block.seed,
+        )
+    start = recipe.start_folder()
+    found = PreTrainedConfig.get_config_dict(start)[0].get("model_type")
+    if found != "normalign_llava":
+        raise NormalignError(
+            f"{start} is a model of type {found!r}; training needs a normalign_llava model. An existing LLaVA is "
+            f"converted by `normalign graft`, two backbones are put together by a recipe's `compose` block."
+        )
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+    settings = model.config.aligned_norm
+    for key, value in ARMS.get(recipe.arm, {}).items():
+        if settings[key] != value:
+            raise NormalignError(
+                f"The recipe's arm {recipe.arm!r} means aligned_norm.{key}: {value!r}, but the model in {start} has "
+                f"{settings[key]!r}. A model keeps the arm it was composed with."
+            )
+    return model, AutoProcessor.from_pretrained(start)
+
+
+def check_processor(processor: Any) -> None:
+    """Raises NormalignError where TRL would train without images or without knowing the assistant's tokens."""
+    if not isinstance(processor, ProcessorMixin):
+        raise NormalignError(
+            f"Training needs the model's processor (image processor and tokenizer together), but got a bare "
+            f"{type(processor).__name__}, with which TRL would train on text alone. Load it by "
+            f"AutoProcessor.from_pretrained; a folder that lacks processor_config.json was not saved as a whole."
+        )
+    if not processor.chat_template or not has_generation_markers(processor.chat_template):
+        raise NormalignError(
+            "The processor's chat template does not mark the assistant's words with {% generation %} ... "
+            "{% endgeneration %}, so the loss cannot be kept to them. `normalign compose` writes such a template."
+        )
+
+
+def load_data(recipe: Recipe) -> Dataset:
+    """The rows that the recipe trains on, in TRL's conversational form (`messages`, `images`)."""
+    from .digit_scenes import digit_scenes_dataset
+
+    data = recipe.data
+    return digit_scenes_dataset(data.rows, seed=data.seed, split="train", stage=data.stage)
+
+
+def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
+    """Looks at every row before the first step, without decoding images.
+
+    Raises:
+        NormalignError: a row has no token that the loss sees, or an image placeholder among them (the row is named).
+    """
+    messages = dataset.select_columns("messages")
+    for start in range(0, len(dataset), _ROWS_AT_ONCE):
+        rows = messages[start : start + _ROWS_AT_ONCE]["messages"]
+        tokens = processor.tokenizer.apply_chat_template(
+            rows,
+            chat_template=processor.chat_template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        for offset, (ids, mask) in enumerate(zip(tokens["input_ids"], tokens["assistant_masks"])):
+            supervised = [token for token, marked in zip(ids, mask) if marked]
+            if not supervised:
+                problem = "has no assistant token to learn from: its answer is missing or empty"
+            elif processor.image_token_id in supervised:
+                problem = "has an image placeholder within the assistant's answer, where the loss would see it"
+            else:
+                continue
+            raise NormalignError(f"Row {start + offset} of the data {problem}. It reads: {str(rows[offset])[:300]}")
+
+
+def start_scale_gain(model: nn.Module, processor: ProcessorMixin, dataset: Dataset, images: int = 16) -> None:
+    """Starts the factor of kind `scale`, which does not normalise, from the norm that projected tokens really have."""
+    settings = model.config.aligned_norm
+    if settings["kind"] != "scale" or settings["gain_init"] != "text":
+        return
+    pictures = [picture for row in dataset.select(range(min(len(dataset), 4 * images))) for picture in row["images"]]
+    if not pictures:
+        raise NormalignError(
+            "The arm 'scale' starts from the norm of projected tokens, but the first rows have no images."
+        )
+    pixel_values = processor.image_processor(pictures[:images], return_tensors="pt")["pixel_values"]
+    with torch.no_grad(), InterfaceProbe(model) as probe:
+        model.get_image_features(pixel_values=pixel_values.to(model.device))
+    model.initialize_aligned_norm_(input_norm=probe.visual_in.value())
+
+
+class AlignedSFTTrainer(SFTTrainer):
+    """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        """As in TRL; `training_step` has put the whole model into training mode just before."""
+        if self.model.training:
+            for module in frozen_modules(self.model):
+                module.eval()
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def create_model_card(self, *args, **kwargs):
+        """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
+
+
+def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset, recipe: Recipe) -> AlignedSFTTrainer:
+    """TRL's trainer with the recipe's figures, the log and the progress bar.
+
+    Raises:
+        NormalignError: the processor does not do, or the batch cannot be split over processes and accumulation.
+    """
+    check_processor(processor)
+    trainer = AlignedSFTTrainer(
+        model=model, args=training_arguments(recipe), train_dataset=dataset, processing_class=processor
+    )
+    trainer.remove_callback(transformers.ProgressCallback)
+    trainer.add_callback(StageProgress(recipe.name))
+    trainer.add_callback(TrainLog(Path(recipe.output_dir) / "train_log.jsonl", model, recipe.name))
+    return trainer
+
+
+def training_arguments(recipe: Recipe) -> SFTConfig:
+    """The recipe in TRL's words."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    parts = processes * recipe.gradient_accumulation
+    if recipe.batch_size % parts:
+        raise NormalignError(
+            f"batch_size {recipe.batch_size} cannot be split evenly over {processes} processes and "
+            f"{recipe.gradient_accumulation} accumulation steps. Choose a multiple of {parts}."
+        )
+    gpu = torch.cuda.is_available()
+    auto_bf16 = recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
+    return SFTConfig(
+        output_dir=recipe.output_dir,
+        per_device_train_batch_size=recipe.batch_size // parts,
+        gradient_accumulation_steps=recipe.gradient_accumulation,
+        num_train_epochs=recipe.epochs,
+        max_steps=recipe.max_steps or -1,
+        optim=recipe.optimizer,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        lr_scheduler_type=recipe.schedule,
+        warmup_steps=recipe.warmup,
+        max_grad_norm=recipe.max_grad_norm,
+        seed=recipe.seed,
+        bf16=auto_bf16 or recipe.precision == "bfloat16",
+        use_cpu=not gpu,
+        gradient_checkpointing=False,
+        assistant_only_loss=True,
+        max_length=None,
+        packing=False,
+        remove_unused_columns=True,
+        dataloader_num_workers=recipe.dataloader_workers,
+        dataloader_pin_memory=gpu,
+        logging_steps=recipe.logging_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="no" if recipe.save_steps is None else "steps",
+        save_steps=recipe.save_steps or 500,
+        save_total_limit=recipe.save_total_limit,
+        report_to="none",
+    )
+
+
+def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
+    """Saves model, code, processor, chat template and generation config; nothing that names this machine."""
+    trainer.save_model(str(output_dir))
+    if trainer.is_world_process_zero():
+        (Path(output_dir) / "training_args.bin").unlink(missing_ok=True)
+    return Path(output_dir)
+
+
+def _print_table(model: nn.Module, recipe: Recipe) -> None:
+    from rich.console import Console
+
+    start = recipe.start_folder() or f"{recipe.compose.vision} + {recipe.compose.text}"
+    Console().print(training_table(model, recipe.learning_rate, f"{recipe.name}: {start}"))
