@@ -38,6 +38,7 @@ class HookedNorm(nn.Module):
 
 
 def step(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """One forward and backward pass with no gradient left over from before."""
     x.grad = None
     module.zero_grad(set_to_none=True)
     module(x).backward(dy)
@@ -65,6 +66,7 @@ def peak_bytes(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> int:
 
 
 def main() -> None:
+    """Measures every shape and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--device", default="cpu")

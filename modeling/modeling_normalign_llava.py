@@ -99,6 +99,22 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
         norm = self.base_model.multi_modal_projector.aligned_norm
         return norm if isinstance(norm, AlignedNorm) else None
 
+    def enable_input_require_grads(self) -> None:
+        """As in transformers, which asks for gradients on the patch embeddings too; a frozen encoder builds no graph."""
+        super().enable_input_require_grads()
+        tower = self.base_model.vision_tower
+        hooks = getattr(self, "_require_grads_hooks", None)
+        if hooks is None:  # transformers 4 leaves the encoder alone
+            return
+
+        def detach_if_frozen(module, args, output):
+            return output if any(p.requires_grad for p in tower.parameters()) else output.detach()
+
+        try:
+            hooks.append(tower.get_input_embeddings().register_forward_hook(detach_if_frozen))
+        except NotImplementedError:  # then transformers found nothing to ask for gradients on either
+            pass
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """As in transformers; a weight that the folder lacks or that the model has no place for is an error.

@@ -24,3 +24,76 @@ os.environ.update(
     MPLBACKEND="Agg",
     NO_COLOR="1",
 )
+
+import pytest  # noqa: E402
+
+
+TINY_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "vision_use_head": False,
+}
+IMAGE_TOKEN = 60
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """A function that makes a config of ours: SigLIP of 4 visual tokens, language model of `text_type`."""
+    from transformers import AutoConfig
+
+    from normalign.modeling.configuration_normalign_llava import NormAlignLlavaConfig
+
+    def make(text_type="llama", text=None, tie=False, config_class=NormAlignLlavaConfig, **options):
+        text = {**TINY_TEXT, **(text or {}), "tie_word_embeddings": tie}
+        return config_class(
+            vision_config=AutoConfig.for_model("siglip_vision_model", **TINY_VISION).to_dict(),
+            text_config=AutoConfig.for_model(text_type, **text).to_dict(),
+            image_token_index=IMAGE_TOKEN,
+            image_seq_length=4,
+            vision_feature_select_strategy="full",
+            tie_word_embeddings=tie,
+            **options,
+        )
+
+    return make
+
+
+@pytest.fixture
+def tiny_model(tiny_config):
+    """A fresh random model of ours, float32, in eval."""
+    import torch
+
+    from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    return NormAlignLlavaForConditionalGeneration(tiny_config()).eval()
+
+
+@pytest.fixture
+def tiny_batch():
+    """Two rows, one image each, the second padded on the left."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([[1, *[IMAGE_TOKEN] * 4, 5, 6, 7], [0, 1, *[IMAGE_TOKEN] * 4, 8, 9]])
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+    }
