@@ -268,12 +268,17 @@ def chat(
 
 
 @app.command()
-def export(model: Model, out: Out, as_json: AsJson = False) -> None:
+def export(
+    model: Model,
+    out: Out,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds other files.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Write a self-contained folder for the Hub: weights, code, processor and card."""
     from .hub_upload import export
 
     with _only_json(as_json):
-        folder = export(model, out)
+        folder = export(model, out, overwrite=overwrite)
     _report({"out": str(folder)}, as_json)
 
 

@@ -266,3 +266,11 @@ def test_demo_prints_results_as_json(room, tmp_path):
     room("demo", run_demo=lambda out: {"accuracy": 0.9, "export": out / "export"})
     result = run("demo", "--out", tmp_path, "--json")
     assert json.loads(result.stdout) == {"accuracy": 0.9, "export": str(tmp_path / "export")}
+
+
+def test_export_replaces_a_folder_of_other_files_only_when_told_to(room, tmp_path):
+    calls = []
+    room("hub_upload", export=lambda *args, **kwargs: calls.append((args, kwargs)) or tmp_path)
+    assert json.loads(run("export", "model", "--out", tmp_path, "--json").stdout) == {"out": str(tmp_path)}
+    run("export", "model", "--out", tmp_path, "--overwrite")
+    assert calls == [(("model", tmp_path), {"overwrite": False}), (("model", tmp_path), {"overwrite": True})]
