@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -167,9 +168,9 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """Reads a recipe file and lays `overrides` over it.
 
     Args:
-        path: the YAML file. Backbones and models that start with `./` or `../` are found from its folder.
-        overrides: changes by dotted key, such as {"data.rows": 20}; nested dicts work alike. One that names another
-            start (`model`, `from_stage`, `compose`) takes the place of the recipe's.
+        path: the YAML file.
+        overrides: changes by dotted key, such as {"data.rows": 20}; nested dicts work alike, and values may be text that
+            YAML reads ("20"). One that names another start (`model`, `from_stage`, `compose`) replaces the recipe's.
 
     Raises:
         RecipeError: the file is missing or no YAML mapping, or a key or value does not fit (it is named, with the
@@ -185,18 +186,17 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     if not isinstance(content, dict):
         raise RecipeError(f"The recipe {path} must be a mapping of keys to values.")
     content.setdefault("name", path.stem)
-    _make_absolute(content, path.parent)
     try:
         return _build(Recipe, merge_overrides(content, overrides or {}), "")
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Turns `--data.rows 20 --learning-rate=1e-4` into {"data.rows": 20, "learning_rate": 1e-4}; values are YAML.
+def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """Turns `--data.rows 20 --learning-rate=1e-4` into {"data.rows": "20", "learning_rate": "1e-4"} for `load_recipe`.
 
     Raises:
-        RecipeError: an argument is no `--key`, has no value, or its value is not YAML.
+        RecipeError: an argument is no `--key`, or has no value.
     """
     overrides, rest = {}, list(arguments)
     while rest:
@@ -208,10 +208,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not rest or rest[0].startswith("--"):
                 raise RecipeError(f"--{key} needs a value: '--{key} VALUE'.")
             value = rest.pop(0)
-        try:
-            overrides[key.replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"The value of --{key}, {value!r}, is not valid YAML: {error}") from error
+        overrides[key.replace("-", "_")] = value
     return overrides
 
 
@@ -242,14 +239,6 @@ def _copy(value: Any) -> Any:
     return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
-def _make_absolute(content: dict[str, Any], folder: Path) -> None:
-    compose = content.get("compose")
-    for block, key in ((content, "model"), (compose, "vision"), (compose, "text")):
-        value = block.get(key) if isinstance(block, dict) else None
-        if isinstance(value, str) and value.startswith(("./", "../")):
-            block[key] = str((folder / value).resolve())
-
-
 def _build(cls: type, content: dict[str, Any], prefix: str) -> Any:
     """A dataclass from a mapping, each key known and each value of its declared type."""
     known = {item.name: item for item in dataclasses.fields(cls)}
@@ -277,41 +266,43 @@ def _unknown_key(prefix: str, key: str, known: list[str]) -> str:
 
 
 def _convert(value: Any, hint: Any, key: str) -> Any:
-    options = typing.get_args(hint)
+    """`value` as the declared type; text (from the command line) is read as YAML where the type is not text."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None and type(None) in options:
+        if value is None or value == "null":
             return None
-        hint = next(option for option in options if option is not type(None))
-        options = typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
+        value = _read_text(value)
         if not isinstance(value, dict):
             raise RecipeError(f"'{key}' must be a block of keys, got {value!r}.")
-        return _build(hint, value, key + ".")
+        if dataclasses.is_dataclass(hint):
+            return _build(hint, value, key + ".")
+        return {name: _read_text(inner) for name, inner in value.items()}
     if typing.get_origin(hint) is Literal:
-        if value in options and not isinstance(value, bool):
-            return value
-        near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
-        hint_text = f" Did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"'{key}' must be one of {', '.join(map(str, options))}, got {value!r}.{hint_text}")
-    if typing.get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise RecipeError(f"'{key}' must be a block of keys, got {value!r}.")
-        return {name: _as_number(inner) for name, inner in value.items()}
-    if hint is float:
-        value = _as_number(value)
-        if isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        return _choose(value, typing.get_args(hint), key)
+    if hint is not str:
+        value = _read_text(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         what = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
         raise RecipeError(f"'{key}' must be {what}, got {value!r}.")
     return value
 
 
-def _as_number(value: Any) -> Any:
-    """YAML reads 1e-3, which has no point, as a text."""
-    if isinstance(value, str) and value[:1] in "+-.0123456789":
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def _choose(value: Any, options: tuple, key: str) -> Any:
+    for option in options:
+        if str(value) == str(option):
+            return option
+    near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise RecipeError(f"'{key}' must be one of {', '.join(map(str, options))}, got {value!r}.{hint}")
+
+
+def _read_text(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from packaging.version import Version
-from transformers import AutoProcessor, PreTrainedConfig, ProcessorMixin, set_seed
+from transformers import AutoProcessor, ProcessorMixin, set_seed
 from trl import SFTConfig, SFTTrainer
-from trl.chat_template_utils import has_generation_markers
 
 from ..configuration.errors import NormalignError
+from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks import InterfaceProbe, StageProgress, TrainLog
+from .callbacks import StageProgress, TrainLog
 from .parts import freeze, frozen_modules, training_table
 from .recipe import ARMS, Recipe, load_recipe
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ROWS_AT_ONCE = 256
+# the newer name of the two; TRL would otherwise switch it on
+_CHECKPOINTING = (
+    "activation_checkpointing" if hasattr(SFTConfig, "activation_checkpointing") else "gradient_checkpointing"
+)
 
 
 def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
@@ -42,18 +46,16 @@ def run(recipe: Recipe) -> Path:
     Raises:
         NormalignError: the recipe, the model, the processor or a row of the data does not fit.
     """
-    if Version(transformers.__version__) < Version("5.18.0"):
+    if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 18):
         raise NormalignError(
             f"Training needs transformers 5.18 or newer, whose processors can mark the assistant's tokens; installed "
             f"is {transformers.__version__}. Run: pip install -U transformers"
         )
     set_seed(recipe.seed)
-    model, processor = load_or_compose(recipe)
-    check_processor(processor)
     dataset = load_data(recipe)
+    model, processor = load_or_compose(recipe, dataset)
+    check_processor(processor)
     check_supervision(dataset, processor)
-    if recipe.compose is not None:
-        start_scale_gain(model, processor, dataset)
     freeze(model, recipe.tune)
     trainer = build_trainer(model, processor, dataset, recipe)
     if trainer.is_world_process_zero():
@@ -66,8 +68,10 @@ def run(recipe: Recipe) -> Path:
     return save(trainer, recipe.output_dir)
 
 
-def load_or_compose(recipe: Recipe) -> tuple[nn.Module, ProcessorMixin]:
+def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, ProcessorMixin]:
     """The model in float32 and its processor, from two backbones or from the folder or Hub id to go on from.
+
+    The factor of kind `scale`, which does not normalise, starts from the projected tokens of the first images.
 
     Raises:
         NormalignError: the folder holds another kind of model, or another arm than the recipe names.
@@ -83,9 +87,10 @@ def load_or_compose(recipe: Recipe) -> tuple[nn.Module, ProcessorMixin]:
             vision_feature_layer=block.vision_feature_layer,
             dtype=torch.float32,
             seed=recipe.seed if block.seed is None else block.seed,
+            calibration_images=first_images(dataset) if block.aligned_norm.get("kind") == "scale" else None,
         )
     start = recipe.start_folder()
-    found = PreTrainedConfig.get_config_dict(start)[0].get("model_type")
+    found = NormAlignLlavaConfig.get_config_dict(start)[0].get("model_type")
     if found != "normalign_llava":
         raise NormalignError(
             f"{start} is a model of type {found!r}; training needs a normalign_llava model. An existing LLaVA is "
@@ -99,7 +104,7 @@ def load_or_compose(recipe: Recipe) -> tuple[nn.Module, ProcessorMixin]:
                 f"The recipe's arm {recipe.arm!r} means aligned_norm.{key}: {value!r}, but the model in {start} has "
                 f"{settings[key]!r}. A model keeps the arm it was composed with."
             )
-    return model, AutoProcessor.from_pretrained(start)
+    return model, AutoProcessor.from_pretrained(start, trust_remote_code=False)
 
 
 def check_processor(processor: Any) -> None:
@@ -110,7 +115,7 @@ def check_processor(processor: Any) -> None:
             f"{type(processor).__name__}, with which TRL would train on text alone. Load it by "
             f"AutoProcessor.from_pretrained; a folder that lacks processor_config.json was not saved as a whole."
         )
-    if not processor.chat_template or not has_generation_markers(processor.chat_template):
+    if not processor.chat_template or not re.search(r"\{%-?\s*generation\b", str(processor.chat_template)):
         raise NormalignError(
             "The processor's chat template does not mark the assistant's words with {% generation %} ... "
             "{% endgeneration %}, so the loss cannot be kept to them. `normalign compose` writes such a template."
@@ -123,6 +128,11 @@ def load_data(recipe: Recipe) -> Dataset:
 
     data = recipe.data
     return digit_scenes_dataset(data.rows, seed=data.seed, split="train", stage=data.stage)
+
+
+def first_images(dataset: Dataset, count: int = 16) -> list[Any]:
+    """The first `count` images of the data, or those of its first hundred rows where they are fewer."""
+    return [image for row in dataset.select(range(min(len(dataset), 100))) for image in row["images"]][:count]
 
 
 def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
@@ -150,22 +160,6 @@ def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
             else:
                 continue
             raise NormalignError(f"Row {start + offset} of the data {problem}. It reads: {str(rows[offset])[:300]}")
-
-
-def start_scale_gain(model: nn.Module, processor: ProcessorMixin, dataset: Dataset, images: int = 16) -> None:
-    """Starts the factor of kind `scale`, which does not normalise, from the norm that projected tokens really have."""
-    settings = model.config.aligned_norm
-    if settings["kind"] != "scale" or settings["gain_init"] != "text":
-        return
-    pictures = [picture for row in dataset.select(range(min(len(dataset), 4 * images))) for picture in row["images"]]
-    if not pictures:
-        raise NormalignError(
-            "The arm 'scale' starts from the norm of projected tokens, but the first rows have no images."
-        )
-    pixel_values = processor.image_processor(pictures[:images], return_tensors="pt")["pixel_values"]
-    with torch.no_grad(), InterfaceProbe(model) as probe:
-        model.get_image_features(pixel_values=pixel_values.to(model.device))
-    model.initialize_aligned_norm_(input_norm=probe.visual_in.value())
 
 
 class AlignedSFTTrainer(SFTTrainer):
@@ -224,7 +218,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         seed=recipe.seed,
         bf16=auto_bf16 or recipe.precision == "bfloat16",
         use_cpu=not gpu,
-        gradient_checkpointing=False,
+        **{_CHECKPOINTING: False},
         assistant_only_loss=True,
         max_length=None,
         packing=False,
