@@ -1,1 +1,8 @@
 """Turns a trained model into a self-contained Hub folder and checks it."""
+
+from .clean_process import check_export, load_in_clean_process
+from .export import export
+from .model_card import model_card
+
+
+__all__ = ["check_export", "export", "load_in_clean_process", "model_card"]

@@ -1,0 +1,331 @@
+"""Writes a trained model as a flat folder that loads without normalign: weights, code, processor, model card."""
+
+import ast
+import inspect
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from PIL import Image
+from transformers import AutoProcessor
+from transformers.utils import logging
+
+from ..configuration.errors import NormalignError
+from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .model_card import CARD_MARK, model_card, model_facts
+
+
+# The model classes that can be exported, by the model_type in config.json. A new family is one more line.
+MODEL_CLASSES = {"normalign_llava": NormAlignLlavaForConditionalGeneration}
+
+_SHIPPED_SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".py", ".md"}
+# What the loaders of a local folder leave in the JSON files; no key of these means anything to another machine.
+_LOCAL_KEYS = {"_name_or_path", "name_or_path", "is_local", "local_files_only", "cache_dir", "_commit_hash"}
+_LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
+# Where huggingface_hub keeps its notes on a folder it downloads or uploads.
+_FOLDERS_OF_THE_HUB = {".cache"}
+
+
+def export(
+    model_dir: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    overwrite: bool = False,
+    results: dict | None = None,
+    base_model: str | list[str] | None = None,
+    license: str | None = None,
+) -> Path:
+    """Writes `model_dir` to the flat, self-contained folder `out`, ready for the Hub.
+
+    The folder holds safetensors weights (sharded by transformers' default), the model's Python files as they are in
+    this package, config, processor, generation config and README.md, and no training state, pickle or local path. It
+    is written beside `out` and renamed when its weights are found to give bit for bit the source's logits.
+
+    Args:
+        model_dir: a checkpoint of training or a composed model, as a local folder or a Hub id.
+        out: the folder to write. An earlier export there is replaced.
+        overwrite: also replace a folder with other files; one with sub-folders is never replaced.
+        results: the content of a results.json of `normalign demo` or `normalign evaluate`, for the card.
+        base_model: Hub ids of the models it was built from; None reads them from the config.
+        license: the license id for the card; None leaves it to the base models, and says so.
+
+    Returns:
+        `out`.
+
+    Raises:
+        NormalignError: `model_dir` cannot be exported, `out` may not be replaced, or the written folder is not right.
+    """
+    out = Path(out).expanduser()
+    source = _source_folder(model_dir)
+    model_class = MODEL_CLASSES[_supported_model_type(source, str(model_dir))]
+    _check_target(out, source, overwrite)
+    with _written_in_full(out) as folder:
+        model, processor = _load_source(model_class, source)
+        expected = _logits(model, _sample_inputs(model, processor))
+        code = code_files(model_class)
+        _write(model, processor, folder, code)
+        facts = model_facts(model)
+        del model
+        model_card(facts, code, results=results, base_model=base_model, license=license).save(folder / "README.md")
+        _check_files(folder, code, source)
+        _check_weights(model_class, folder, expected)
+    return out
+
+
+def code_files(model_class: type) -> list[Path]:
+    """The Python files that a model needs on the Hub: its own and every sibling it imports, in order of name."""
+    start = Path(inspect.getfile(model_class))
+    found, to_read = {start}, [start]
+    while to_read:
+        file = to_read.pop()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                sibling = file.parent / f"{node.module}.py"
+                if sibling not in found:
+                    found.add(sibling)
+                    to_read.append(sibling)
+    return sorted(found)
+
+
+# --- what goes in
+
+
+def _source_folder(model_dir: str | os.PathLike) -> Path:
+    folder = Path(model_dir).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(model_dir)
+    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        what = "is a file" if folder.exists() else "does not exist"
+        raise NormalignError(f"{name} {what}. Name the folder of a trained or composed model, or its Hub id.")
+    try:
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, HFValidationError) as error:
+        raise NormalignError(
+            f"{name} is neither a local folder nor a model that can be had from the Hub now: "
+            f"{str(error).splitlines()[0]} Check the name, the network and your access to it."
+        ) from error
+
+
+def _supported_model_type(source: Path, name: str) -> str:
+    """The model_type of a folder that can be exported."""
+    if (source / "adapter_config.json").exists():
+        raise NormalignError(
+            f"{name} holds a PEFT adapter, which `normalign export` does not merge yet. Merge it into its base model "
+            f"first, `PeftModel.from_pretrained(base, '{name}').merge_and_unload().save_pretrained('merged')`, save "
+            f"the processor into the same folder, and export that."
+        )
+    if not (source / "config.json").exists():
+        checkpoints = sorted(source.glob("checkpoint-*/config.json"), key=lambda file: file.stat().st_mtime)
+        hint = f" The newest checkpoint in it is {checkpoints[-1].parent}: export that." if checkpoints else ""
+        raise NormalignError(
+            f"{name} has no config.json, so it is not the folder of a model.{hint or ' Name the folder itself.'}"
+        )
+    model_type = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if model_type not in MODEL_CLASSES:
+        raise NormalignError(
+            f"{name} is a model of type {model_type!r}, and `normalign export` writes the type"
+            f"{'s' if len(MODEL_CLASSES) > 1 else ''} {', '.join(map(repr, MODEL_CLASSES))} only. Insert the aligned "
+            f"norm with `normalign graft` or build a model with `normalign compose`, train it, and export the result."
+        )
+    if not list(source.glob("*.safetensors")):
+        raise NormalignError(
+            f"{name} has no .safetensors file. Weights as pickles are not read; a DeepSpeed checkpoint is turned into "
+            f"safetensors by its zero_to_fp32.py with --safe_serialization."
+        )
+    return model_type
+
+
+def _load_source(model_class: type, source: Path):
+    try:
+        model = model_class.from_pretrained(source, dtype="auto").eval()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise NormalignError(f"The model in {source} cannot be loaded: {error}") from error
+    return model, _load_processor(source)
+
+
+def _load_processor(folder: Path):
+    verbosity = logging.get_verbosity()
+    # transformers 5 warns of the model type here, because it is told not to run the folder's code for a processor
+    logging.set_verbosity_error()
+    try:
+        return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise NormalignError(
+            f"The processor in {folder} cannot be loaded, and a model without one cannot be used: {error} Save the "
+            f"processor that the model was trained with into that folder."
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+# --- where it goes
+
+
+def _check_target(out: Path, source: Path, overwrite: bool) -> None:
+    inner, outer = source.resolve(), out.resolve()
+    if inner == outer or outer in inner.parents:
+        raise NormalignError(
+            f"Writing {out} would replace the model that is exported ({source}). Name another folder."
+        )
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise NormalignError(f"{out} is a file. Name a folder to write.")
+    entries = list(out.iterdir())
+    folders = sorted(e.name for e in entries if e.is_dir() and e.name not in _FOLDERS_OF_THE_HUB)
+    if folders:
+        raise NormalignError(
+            f"{out} holds the folder{'s' if len(folders) > 1 else ''} {', '.join(folders[:3])}, which an export never "
+            f"has, so it is not replaced. Name another folder."
+        )
+    if entries and not overwrite and not _is_earlier_export(out):
+        raise NormalignError(
+            f"{out} is not empty and not an earlier export. Name another folder, empty it, or allow it to be replaced "
+            f"(overwrite=True)."
+        )
+
+
+def _is_earlier_export(folder: Path) -> bool:
+    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+    card = folder / "README.md"
+    return (
+        card.exists()
+        and CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
+        and all(file.suffix in _SHIPPED_SUFFIXES for file in files)
+    )
+
+
+@contextmanager
+def _written_in_full(out: Path) -> Iterator[Path]:
+    """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong."""
+    parent = out.resolve().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=parent))
+    try:
+        folder = work / out.name
+        folder.mkdir()
+        yield folder
+        if out.exists():
+            out.rename(work / "replaced")
+            try:
+                folder.rename(out)
+            except BaseException:
+                (work / "replaced").rename(out)
+                raise
+        else:
+            folder.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# --- what is written
+
+
+def _write(model, processor, folder: Path, code: list[Path]) -> None:
+    _forget_where_it_came_from(model.config)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    for file in code:
+        shutil.copyfile(file, folder / file.name)
+    for file in folder.glob("*.safetensors"):
+        # safetensors lets the owner alone read its files
+        shutil.copymode(folder / "config.json", file)
+    for file in folder.glob("*.json"):
+        _strip_local_keys(file)
+
+
+def _forget_where_it_came_from(config) -> None:
+    config._name_or_path = ""
+    for part in (config.text_config, config.vision_config):
+        part._name_or_path = ""
+
+
+def _strip_local_keys(file: Path) -> None:
+    if file.name in ("tokenizer.json", "vocab.json", "model.safetensors.index.json"):
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if stripped := _LOCAL_KEYS & content.keys():
+        kept = {key: value for key, value in content.items() if key not in stripped}
+        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# --- whether it is right
+
+
+def _sample_inputs(model, processor) -> dict[str, torch.Tensor]:
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    inputs = processor(images=Image.fromarray(pixels), text=f"{processor.image_token}\n?", return_tensors="pt")
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    return dict(inputs)
+
+
+@torch.no_grad()
+def _logits(model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    norm = model.get_aligned_norm()
+    if norm is not None and not all(torch.isfinite(parameter).all() for parameter in norm.parameters()):
+        raise NormalignError(
+            "The gain or bias of the aligned norm holds values that are not finite, so the model is broken: export an "
+            "earlier checkpoint, and look in the training log for the step at which the loss became NaN."
+        )
+    logits = model(**inputs).logits
+    if not torch.isfinite(logits).all():
+        raise NormalignError(
+            "The model's logits for a small picture and prompt are not finite, so it is broken: export an earlier "
+            "checkpoint, and look in the training log for the step at which the loss became NaN."
+        )
+    return logits
+
+
+def _check_files(folder: Path, code: list[Path], source: Path) -> None:
+    """The folder holds the code of this package and no other, no file of training, and no path of this machine."""
+    written = {file.name: file for file in folder.iterdir()}
+    strange = sorted(name for name, file in written.items() if file.is_dir() or file.suffix not in _SHIPPED_SUFFIXES)
+    python = {name for name in written if name.endswith(".py")}
+    strange += sorted(python ^ {file.name for file in code})
+    if strange:
+        raise NormalignError(f"The export holds or lacks files that it should not: {', '.join(strange)}.")
+    for file in code:
+        if written[file.name].read_bytes() != file.read_bytes():
+            raise NormalignError(f"The exported {file.name} differs from the one of this package.")
+    needles = {str(source.resolve()), str(folder.parent.resolve()), f"{Path.home()}{os.sep}"}
+    for name, file in written.items():
+        if file.suffix in (".json", ".md") and name not in ("tokenizer.json", "vocab.json"):
+            text = file.read_text(encoding="utf-8")
+            for needle in needles:
+                if needle in text or json.dumps(needle)[1:-1] in text:
+                    raise NormalignError(
+                        f"The exported {name} names the local path {needle}. Take it out of the same file in {source} "
+                        f"and export again."
+                    )
+
+
+def _check_weights(model_class: type, folder: Path, expected: torch.Tensor) -> None:
+    try:
+        model, info = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise NormalignError(f"The export does not load again: {error}") from error
+    problems = {key: sorted(map(str, names)) for key, names in info.items() if names}
+    if problems:
+        raise NormalignError(f"The weights of the export do not fit its config: {problems}.")
+    reloaded = _load_processor(folder)
+    logits = _logits(model.eval(), _sample_inputs(model, reloaded))
+    if not torch.equal(logits, expected):
+        difference = (
+            (logits.double() - expected.double()).abs().max().item() if logits.shape == expected.shape else None
+        )
+        raise NormalignError(
+            f"The export gives other logits than its source (shape {tuple(logits.shape)} against "
+            f"{tuple(expected.shape)}, largest difference {difference}), so it was not written. This is a fault of "
+            f"normalign or of the installed transformers: please report it with both versions."
+        )

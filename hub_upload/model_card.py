@@ -1,0 +1,179 @@
+"""The model card of an export: what the model is, what its aligned norm did, how to load it, and what is not known."""
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import ModelCard, ModelCardData
+
+from .. import __version__
+
+
+CARD_MARK = "<!-- written by normalign export -->"
+TEMPLATE = Path(__file__).parent / "model_card.md.jinja"
+TAGS = ["normalign", "aligned-norm", "vision-language-model", "multimodal", "custom_code"]
+
+_DEMO_ROWS = {
+    "accuracy": "accuracy on held-out scenes",
+    "accuracy_black_image": "the same with black images",
+    "chance": "chance",
+}
+
+
+@dataclass
+class ModelFacts:
+    """What the card says about a model, read from its config and weights."""
+
+    model_class: str
+    vision_type: str
+    text_type: str
+    hidden_size: int
+    parameters: int
+    dtype: str
+    aligned_norm: dict
+    gain_start: float | None
+    gain_abs_mean: float | None
+    gain_l2: float | None
+    gain_min: float | None
+    gain_max: float | None
+    mu: float | None
+    base_models: list[str]
+
+
+def model_facts(model) -> ModelFacts:
+    """Reads the facts for a card from a loaded model; no file is opened and nothing is guessed."""
+    config = model.config
+    settings = dict(config.aligned_norm)
+    norm = model.get_aligned_norm()
+    gain = None if norm is None else norm.weight.detach().double()
+    return ModelFacts(
+        model_class=type(model).__name__,
+        vision_type=config.vision_config.model_type,
+        text_type=config.text_config.model_type,
+        hidden_size=config.text_config.hidden_size,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        aligned_norm=settings,
+        gain_start=None if norm is None else _gain_at_start(settings, config.text_config.hidden_size),
+        gain_abs_mean=None if gain is None else gain.abs().mean().item(),
+        gain_l2=None if gain is None else torch.linalg.vector_norm(gain).item(),
+        gain_min=None if gain is None else gain.min().item(),
+        gain_max=None if gain is None else gain.max().item(),
+        mu=None if norm is None or not settings["gwc"] else norm.mu.item(),
+        base_models=_base_models(config),
+    )
+
+
+def _gain_at_start(settings: dict, hidden_size: int) -> float | None:
+    """The gain before training; None where the config does not tell it."""
+    if settings["gain_init"] != "text":
+        return float(settings["gain_init"])
+    # the start of one learned factor also depends on the projector's output then, which no file keeps
+    if settings["target_norm"] is None or settings["kind"] == "scale":
+        return None
+    return settings["target_norm"] / math.sqrt(hidden_size)
+
+
+def _base_models(config) -> list[str]:
+    """Hub ids of the language model and the vision encoder, where the config still names them."""
+    names = [getattr(part, "_name_or_path", "") or "" for part in (config.text_config, config.vision_config)]
+    return [name for name in dict.fromkeys(names) if _is_hub_id(name)]
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not Path(name).exists()
+
+
+def model_card(
+    facts: ModelFacts,
+    code: list[Path],
+    *,
+    results: dict | None = None,
+    base_model: str | list[str] | None = None,
+    license: str | None = None,
+) -> ModelCard:
+    """The card of one model.
+
+    Args:
+        facts: what `model_facts` read.
+        code: the Python files in the folder; the card lists their SHA-256.
+        results: the content of a results.json of `normalign demo` or `normalign evaluate`; None leaves the table out.
+        base_model: Hub ids of the base models; None takes those in `facts`.
+        license: the license id; None writes `other` and tells the reader to look at the base models.
+    """
+    bases = [base_model] if isinstance(base_model, str) else list(base_model or facts.base_models)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="image-text-to-text",
+        license=license or "other",
+        license_name=None if license else "see-base-models",
+        base_model=bases or None,
+        tags=[*TAGS],
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        mark=CARD_MARK,
+        facts=facts,
+        norm=facts.aligned_norm,
+        bases=bases,
+        license_known=license is not None,
+        code_hashes={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in code},
+        result_rows=result_rows(results),
+        transformers_version=transformers.__version__,
+        normalign_version=__version__,
+    )
+
+
+def result_rows(results: dict | None) -> list[dict]:
+    """The rows of the table of results: name, metric, score, n, note. Only figures that `results` holds.
+
+    Raises:
+        ValueError: `results` has neither the keys of `normalign demo` nor those of `normalign evaluate`.
+    """
+    if results is None:
+        return []
+    if "tasks" in results:
+        rows = [_task_row(name, task) for name, task in results["tasks"].items()]
+        if results.get("average") is not None:
+            rows.append({"name": "average", "metric": "", "score": _figure(results["average"]), "n": "", "note": ""})
+        return rows
+    if "accuracy" in results:
+        rows = {label: results[key] for key, label in _DEMO_ROWS.items() if results.get(key) is not None}
+        return [
+            {"name": f"built-in digit scenes: {label}", "metric": "accuracy", "score": _figure(v), "n": "", "note": ""}
+            for label, v in rows.items()
+        ]
+    raise ValueError(
+        f"The results for the card need the key 'tasks' (normalign evaluate) or 'accuracy' (normalign demo), and have "
+        f"{', '.join(map(repr, results)) or 'none'}."
+    )
+
+
+def _task_row(name: str, task: dict) -> dict:
+    notes = []
+    if task.get("task_version") is not None:
+        notes.append(f"version {task['task_version']}")
+    if task.get("failed"):
+        notes.append(f"{task['failed']} failed")
+    stderr = f" ± {_figure(task['stderr'])}" if task.get("stderr") is not None else ""
+    score = _figure(task.get("score")) + stderr
+    return {
+        "name": _cell(name),
+        "metric": _cell(task.get("metric", "")),
+        "score": score,
+        "n": _cell(task.get("n", "")),
+        "note": _cell(", ".join(notes)),
+    }
+
+
+def _figure(value) -> str:
+    return "no score" if value is None else f"{value:.4g}"
+
+
+def _cell(value) -> str:
+    return str(value).replace("|", r"\|").replace("\n", " ")
