@@ -1,1 +1,6 @@
-"""Puts vision-language models together: from two backbones (compose) or around a finished model (graft)."""
+"""Puts models together: compose (vision encoder + language model) and graft (existing model + aligned norm)."""
+
+from .compose import compose
+
+
+__all__ = ["compose"]
