@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from transformers import AutoModel, GenerationMixin
+from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.models.llava.modeling_llava import (
     LlavaForConditionalGeneration,
     LlavaModel,
@@ -50,6 +50,13 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
     _no_split_modules = ["NormAlignLlavaMultiModalProjector"]
     # transformers 4.57 would rename our parameters on saving by LLaVA's old-name table
     _checkpoint_conversion_mapping = {}
+
+    def post_init(self) -> None:
+        super().post_init()
+        # also the sub-models' blocks, and only what is there: FSDP refuses a name that it does not find
+        parts = [part for part in self.modules() if isinstance(part, PreTrainedModel)]
+        names = {name for part in parts for name in part._no_split_modules or ()}
+        self._no_split_modules = sorted(names & {type(module).__name__ for module in self.modules()})
 
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, AlignedNorm):
