@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.core import TyperGroup
 
 from . import __version__
@@ -23,6 +22,10 @@ from .configuration.errors import NormalignError
 
 # `click` is a package of its own or a part of typer, by typer's version: reach its base class without naming either.
 _UsageError = typer.BadParameter.__base__
+
+
+class _WrongUsage(NormalignError):
+    """An error that ends the program with status 2."""
 
 
 class _Program(TyperGroup):
@@ -42,7 +45,7 @@ class _Program(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             _say_error(error)
-            raise typer.Exit(1) from None
+            raise typer.Exit(2 if isinstance(error, _WrongUsage) else 1) from None
 
 
 def _say_error(error: Exception) -> None:
@@ -209,10 +212,11 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Measure the norms of visual and text tokens where they meet."""
-    pictures = _images_to_inspect([*(images or []), *_further_images(ctx)])
+    paths = [*(images or []), *_further_images(ctx)]
     from .evaluation.generation import load_model
     from .inspection import inspect_model
 
+    pictures = _images_to_inspect(paths)
     with _only_json(as_json):
         loaded, processor = load_model(model)
         report = inspect_model(loaded, processor, pictures, prompts=None if prompt is None else [prompt])
@@ -231,11 +235,13 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
-    overrides = _overrides(ctx)
-    from .train_trl import train
+    from .train_trl import RecipeError, parse_overrides, train
 
-    with _only_json(as_json):
-        folder = train(recipe, overrides)
+    try:
+        with _only_json(as_json):
+            folder = train(recipe, parse_overrides(ctx.args))
+    except RecipeError as error:
+        raise _WrongUsage(str(error)) from error
     _report({"out": str(folder)}, as_json)
 
 
@@ -252,19 +258,18 @@ def chat(
     """Ask a model about images."""
     if as_json and prompt is None:
         raise typer.BadParameter("--json needs a --prompt to answer.")
+    images = [str(path) for path in image or []]
+    if prompt is None:
+        _answer_typed_questions(model, images, max_new_tokens)
+        return
     from .evaluation.generation import answer
 
-    images = [str(path) for path in image or []]
-    if prompt is not None:
-        with _only_json(as_json):
-            reply = answer(model, prompt, images, max_new_tokens)
-        if as_json:
-            _print_json({"model": model, "prompt": prompt, "images": images, "answer": reply})
-        else:
-            typer.echo(reply)
-        return
-    while question := _next_question():
-        typer.echo(answer(model, question, images, max_new_tokens))
+    with _only_json(as_json):
+        reply = answer(model, prompt, images, max_new_tokens)
+    if as_json:
+        _print_json({"model": model, "prompt": prompt, "images": images, "answer": reply})
+    else:
+        typer.echo(reply)
 
 
 @app.command()
@@ -297,22 +302,6 @@ def _gain_init(given: str | None) -> str | float | None:
         raise typer.BadParameter(f"'{given}' is neither 'text' nor a number.", param_hint="'--gain-init'") from None
 
 
-def _overrides(ctx: typer.Context) -> dict[str, str]:
-    """`--a.b value` and `--a.b=value` among the arguments that no option of ours has taken."""
-    overrides, rest = {}, list(ctx.args)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not key:
-            raise typer.BadParameter(f"Unexpected argument '{argument}'; settings are given as --key value.")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise typer.BadParameter(f"'--{key}' needs a value: --{key} VALUE.")
-            value = rest.pop(0)
-        overrides[key] = value
-    return overrides
-
-
 def _further_images(ctx: typer.Context) -> list[Path]:
     """What follows the first path of `--images a.png b.png c.png`."""
     paths = [Path(argument) for argument in ctx.args]
@@ -324,14 +313,26 @@ def _further_images(ctx: typer.Context) -> list[Path]:
 
 def _images_to_inspect(paths: list[Path]) -> list:
     """The images of the user, or eight scenes of the built-in data."""
-    from PIL import Image
+    from .evaluation.generation import open_image
 
     if paths:
-        return [Image.open(path).convert("RGB") for path in paths]
+        return [open_image(path) for path in paths]
     from .train_trl.digit_scenes import digit_scene_rows
 
     rows = digit_scene_rows(8, split="test", text_only_share=0)
     return [image for row in rows for image in row["images"]]
+
+
+def _answer_typed_questions(model: str, images: list[str], max_new_tokens: int) -> None:
+    """Answers line by line, each question by itself, until an empty line; the model is loaded once."""
+    from .evaluation.generation import generate_answers, load_model, open_image
+
+    pictures = [open_image(path) for path in images]
+    loaded, processor = load_model(model)
+    while question := _next_question():
+        content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": question}]
+        conversation = [{"role": "user", "content": content}]
+        typer.echo(generate_answers(loaded, processor, [conversation], [pictures], max_new_tokens=max_new_tokens)[0])
 
 
 def _next_question() -> str:
@@ -368,10 +369,10 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         _print_json(result)
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for key, value in _flat(result):
-        table.add_row(key, value)
-    Console(soft_wrap=True).print(table)
+    rows = _flat(result)
+    width = max(len(key) for key, _ in rows)
+    for key, value in rows:
+        typer.echo(f"{key:{width}}  {value}")
 
 
 def _flat(result: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from normalign import __version__
 from normalign.cli import app
 from normalign.configuration.errors import NormalignError
+from normalign.train_trl import RecipeError
 
 
 COMMANDS = ["demo", "compose", "graft", "inspect", "train", "chat", "export"]
@@ -206,22 +208,33 @@ def test_json_stands_alone_on_stdout(room, tmp_path):
     assert result.stderr == "loading\n"
 
 
-def test_train_hands_on_further_options_as_overrides(room, tmp_path):
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("stage: 1\n")
+    return path
+
+
+def test_train_hands_on_further_options_as_overrides(monkeypatch, recipe):
     calls = []
-    room("train_trl", train=lambda recipe, overrides: calls.append((recipe, overrides)) or tmp_path / "run")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("stage: 1\n")
-    result = run("train", recipe, "--learning_rate", "1e-4", "--data.seed=3", "--shift", "-1", "--json")
-    assert json.loads(result.stdout) == {"out": str(tmp_path / "run")}
+    monkeypatch.setattr("normalign.train_trl.train", lambda *args: calls.append(args) or Path("run"))
+    result = run("train", recipe, "--learning-rate", "1e-4", "--data.seed=3", "--shift", "-1", "--json")
+    assert json.loads(result.stdout) == {"out": "run"}
     assert calls == [(recipe, {"learning_rate": "1e-4", "data.seed": "3", "shift": "-1"})]
 
 
 @pytest.mark.parametrize("extra", [["--learning_rate"], ["--a", "--b", "1"], ["stray"]])
-def test_train_refuses_an_override_without_a_value(room, tmp_path, extra):
-    room("train_trl", train=failing(AssertionError("must not run")))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("stage: 1\n")
-    assert run("train", recipe, *extra).exit_code == 2
+def test_train_refuses_an_override_without_a_value(monkeypatch, recipe, extra):
+    monkeypatch.setattr("normalign.train_trl.train", failing(AssertionError("must not run")))
+    result = run("train", recipe, *extra)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+
+
+def test_a_recipe_that_cannot_be_run_is_wrong_usage(monkeypatch, recipe):
+    monkeypatch.setattr("normalign.train_trl.train", failing(RecipeError("recipe.yaml: unknown key 'stag'.")))
+    result = run("train", recipe)
+    assert (result.exit_code, result.stderr) == (2, "Error: recipe.yaml: unknown key 'stag'.\n")
 
 
 def test_chat_answers_one_prompt(room, tmp_path):
@@ -234,32 +247,53 @@ def test_chat_answers_one_prompt(room, tmp_path):
     assert json.loads(result.stdout)["answer"] == "seen [], 128 tokens"
 
 
-def test_chat_without_a_prompt_reads_questions_until_an_empty_line(room):
-    room("evaluation.generation", answer=lambda model, question, *rest: f"<{question}>")
-    result = run("chat", "model", stdin="one\ntwo\n\nthree\n")
-    assert (result.exit_code, result.stdout) == (0, "<one>\n<two>\n")
+def test_chat_without_a_prompt_loads_once_and_reads_questions_until_an_empty_line(room, tmp_path):
+    loads = []
+
+    def generate_answers(model, processor, conversations, images, max_new_tokens):
+        [[message]] = conversations
+        return [f"<{message['content'][-1]['text']}, {len(message['content']) - 1} image, {images[0][0]}>"]
+
+    room(
+        "evaluation.generation",
+        load_model=lambda model: loads.append(model) or ("model", "processor"),
+        open_image=lambda path: Path(path).stem,
+        generate_answers=generate_answers,
+    )
+    image = tmp_path / "scene.png"
+    image.touch()
+    result = run("chat", "model", "--image", image, stdin="one\ntwo\n\nthree\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "<one, 1 image, scene>\n<two, 1 image, scene>\n"
+    assert loads == ["model"]
 
 
 def test_inspect_takes_several_images_writes_the_report_and_shows_it(room, tmp_path):
-    from PIL import Image
-
     paths = [tmp_path / f"{name}.png" for name in "abc"]
     for path in paths:
-        Image.new("L", (4, 4)).save(path)
+        path.touch()
     saved, seen = [], []
 
-    def inspect_model(model, processor, images, prompts):
-        seen.append((model, processor, [image.mode for image in images], prompts))
+    def inspect_model(*args, **kwargs):
+        seen.append((args, kwargs))
         return SimpleNamespace(to_dict=lambda: {"ratio": 12.5, "layers": [1]}, save=saved.append)
 
     room("inspection", inspect_model=inspect_model)
-    room("evaluation.generation", load_model=lambda model: (f"{model} loaded", "processor"))
+    room(
+        "evaluation.generation",
+        load_model=lambda model: (f"{model} loaded", "processor"),
+        open_image=lambda path: path.stem,
+    )
     out = tmp_path / "report"
     result = run("inspect", "m", "--images", *paths, "--prompt", "What?", "--out", out)
     assert result.exit_code == 0, result.stderr
-    assert seen == [("m loaded", "processor", ["RGB"] * 3, ["What?"])]
+    assert seen == [(("m loaded", "processor", ["a", "b", "c"]), {"prompts": ["What?"]})]
     assert saved == [out]
-    assert result.stdout.split() == ["ratio", "12.5"]
+    assert result.stdout == "ratio  12.5\n"
+
+    run("inspect", "m")
+    (_, _, scenes), options = seen[-1]
+    assert ([image.mode for image in scenes], options) == (["RGB"] * 8, {"prompts": None})
 
 
 def test_demo_prints_results_as_json(room, tmp_path):
