@@ -53,6 +53,8 @@ def imported_rooms(path: Path) -> Iterator[str]:
             assert node.level - 1 <= len(package), f"{name_of(path)}:{node.lineno} imports from outside of normalign"
             base = package[: len(package) - (node.level - 1)]
             names = [node.module] if node.module else [alias.name for alias in node.names]
+            # the version stands at the top of the package, which every import of a room loads anyway
+            names = [name for name in names if base or name != "__version__"]
             for name in names:
                 first = [*base, *name.split(".")][0]
                 yield first if first in ROOMS else "normalign"
