@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,7 +9,6 @@ from PIL import Image
 from torch import nn
 from transformers import GenerationConfig, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
 from ..modeling.aligned_norm import text_embedding_norm
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
@@ -19,7 +17,14 @@ from ..modeling.modeling_normalign_llava import (
     NormAlignLlavaMultiModalProjector,
 )
 from .chat_templates import ChatTemplate, chat_template_for
-from .loading import LanguageModel, VisionEncoder, load_generation_config, load_language_model, load_vision_encoder
+from .loading import (
+    LanguageModel,
+    VisionEncoder,
+    load_generation_config,
+    load_language_model,
+    load_vision_encoder,
+    public_name,
+)
 from .pairing import check_pair, visual_tokens
 from .projectors import load_projector_
 
@@ -72,8 +77,8 @@ def compose(
     dtype = checked_dtype(dtype)
     encoder = load_vision_encoder(vision, vision_feature_layer, dtype, trust_remote_code)
     language = load_language_model(text, dtype, trust_remote_code)
-    measured = _measured_text_norm(language, text)
-    settings["target_norm"] = settings["target_norm"] or measured
+    if settings["target_norm"] is None:
+        settings["target_norm"] = measured_text_norm(language.model, language.tokenizer, text)
 
     image_token = add_image_token_(language.model, language.tokenizer)
     _set_pad_token_(language.tokenizer)
@@ -124,10 +129,14 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
     return found
 
 
-def _measured_text_norm(language: LanguageModel, source: str) -> float:
-    """T over the rows that the tokenizer can name: a table's spare rows are noise."""
+def measured_text_norm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> float:
+    """T over the rows that the tokenizer can name: a table's spare rows are noise.
+
+    Raises:
+        NormalignError: the table has no values to measure.
+    """
     try:
-        return text_embedding_norm(language.model.get_input_embeddings(), vocab_size=len(language.tokenizer))
+        return text_embedding_norm(model.get_input_embeddings(), vocab_size=len(tokenizer))
     except ValueError as error:
         raise NormalignError(f"The text norm of '{source}' cannot be measured. {error}") from error
 
@@ -195,13 +204,8 @@ def _config(
         vision_feature_select_strategy=encoder.select_strategy,
         tie_word_embeddings=bool(text_config.tie_word_embeddings),
         projector_init="torch_linear" if projector is None else "checkpoint",
-        composed_from={part: _public_name(name) for part, name in sources.items()},
+        composed_from={part: public_name(name) for part, name in sources.items()},
     )
-
-
-def _public_name(name: str) -> str:
-    source = resolve_backbone(str(name))
-    return Path(source).name if Path(source).expanduser().is_dir() else source
 
 
 def new_projector(

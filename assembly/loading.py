@@ -125,6 +125,13 @@ def locate(what: str, name: str) -> str:
     return source
 
 
+def public_name(name: str) -> str:
+    """The Hub id behind `name`, or a folder's own name without the path, which is of no use on another machine."""
+    source = resolve_backbone(str(name))
+    folder = Path(source).expanduser()
+    return folder.resolve().name if source and folder.is_dir() else source
+
+
 def load_vision_encoder(
     name: str, feature_layer: int | None, dtype: torch.dtype, trust_remote_code: bool
 ) -> VisionEncoder:
@@ -151,7 +158,7 @@ def load_vision_encoder(
         model, info = AutoModel.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    _refuse_missing_weights(what, source, model, info)
+    refuse_missing_weights(what, source, model, info)
     with explained("The image processor of the vision encoder", source), quiet_transformers():
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     if feature_layer is None:
@@ -237,7 +244,7 @@ def load_language_model(name: str, dtype: torch.dtype, trust_remote_code: bool) 
         model, info = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    _refuse_missing_weights(what, source, model, info)
+    refuse_missing_weights(what, source, model, info)
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise NormalignError(
@@ -280,7 +287,8 @@ def load_generation_config(model: PreTrainedModel) -> GenerationConfig:
     return GenerationConfig.from_dict(model.generation_config.to_dict())
 
 
-def _refuse_missing_weights(what: str, source: str, model: PreTrainedModel, info: dict) -> None:
+def refuse_missing_weights(what: str, source: str, model: PreTrainedModel, info: dict) -> None:
+    """Raises NormalignError if loading left weights of the model without values from the checkpoint."""
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(key) for key in info.get("mismatched_keys", ()))
     if missing or mismatched:

@@ -24,7 +24,7 @@ def check_pair(model: PreTrainedModel, processor: LlavaProcessor) -> int:
 
     Raises:
         NormalignError: a field that the count needs is missing from the processor, the two disagree on the image token or
-            on the select strategy, or the processor writes another number of placeholders than the model has visual tokens.
+            on the select strategy, the processor and its tokenizer have different chat templates, or the processor writes another number of placeholders than the model has visual tokens.
     """
     fields = ("patch_size", "num_additional_image_tokens", "vision_feature_select_strategy")
     missing = [name for name in fields if getattr(processor, name, None) is None]
@@ -44,6 +44,12 @@ def check_pair(model: PreTrainedModel, processor: LlavaProcessor) -> int:
                 f"Processor and model do not fit: the {name} is {ours!r} in the processor and {theirs!r} in the model's "
                 f"config. Use the processor that was saved with the model."
             )
+    templates = {processor.chat_template, getattr(processor.tokenizer, "chat_template", None)} - {None}
+    if len(templates) > 1:
+        raise NormalignError(
+            "The processor and its tokenizer have different chat templates, so prompts would depend on which of the two a "
+            "tool uses. Set processor.tokenizer.chat_template = processor.chat_template, and save the processor again."
+        )
     inputs = processor(images=Image.new("RGB", (64, 64)), text=processor.image_token, return_tensors="pt")
     pixels = inputs["pixel_values"]
     placeholders = int((inputs["input_ids"] == processor.image_token_id).sum())
