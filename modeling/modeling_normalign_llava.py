@@ -107,20 +107,26 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
         return norm if isinstance(norm, AlignedNorm) else None
 
     def enable_input_require_grads(self) -> None:
-        """As in transformers, which asks for gradients on the patch embeddings too; a frozen encoder builds no graph."""
+        """As in transformers, and alike on 4.57 and 5: checkpointed encoder adapters get a gradient, while an encoder
+        that is not trained at all builds no graph."""
         super().enable_input_require_grads()
         tower = self.base_model.vision_tower
-        hooks = getattr(self, "_require_grads_hooks", None)
-        if hooks is None:  # transformers 4 leaves the encoder alone
-            return
 
-        def detach_if_frozen(module, args, output):
-            return output if any(p.requires_grad for p in tower.parameters()) else output.detach()
+        def require_grad_if_trained(module, args, output):
+            trained = any(parameter.requires_grad for parameter in tower.parameters())
+            return output.requires_grad_(True) if trained else output.detach()
 
         try:
-            hooks.append(tower.get_input_embeddings().register_forward_hook(detach_if_frozen))
-        except NotImplementedError:  # then transformers found nothing to ask for gradients on either
-            pass
+            patch_embedding = tower.get_input_embeddings()
+        except NotImplementedError:  # an encoder that does not say which; transformers has passed over it too
+            return
+        self._patch_embedding_hook = patch_embedding.register_forward_hook(require_grad_if_trained)
+
+    def disable_input_require_grads(self) -> None:
+        """Takes the hooks of `enable_input_require_grads` off."""
+        super().disable_input_require_grads()
+        if hasattr(self, "_patch_embedding_hook"):
+            self._patch_embedding_hook.remove()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):

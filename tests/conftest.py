@@ -97,3 +97,13 @@ def tiny_batch():
         "attention_mask": (ids != 0).long(),
         "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
     }
+
+
+@pytest.fixture(scope="session")
+def composed():
+    """A model and processor composed of the mini backbones that ship with the package; not to be changed."""
+    import torch
+
+    from normalign.assembly import compose
+
+    return compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)

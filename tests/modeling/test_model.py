@@ -474,7 +474,9 @@ def test_train_step_save_reload_generate(tiny_config, tiny_batch, tmp_path):
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(**tiny_batch, labels=tiny_batch["input_ids"].masked_fill(tiny_batch["input_ids"] == 60, -100)).loss
+        loss = model(
+            **tiny_batch, labels=tiny_batch["input_ids"].masked_fill(tiny_batch["input_ids"] == 60, -100)
+        ).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -534,6 +536,42 @@ def test_checkpointing_gives_gradient_to_exactly_the_trained_part(tiny_config, t
         for name, grad in grads.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
         assert set(grads) == set(expected)
+
+
+LORA = {
+    "vision": r".*vision_tower.*q_proj",
+    "language": r".*language_model.*q_proj",
+    "projector": r".*multi_modal_projector\.linear_\d",
+    "language, projector saved whole": r".*language_model.*q_proj",
+}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("target", LORA)
+def test_lora_with_checkpointing_gives_gradient_to_exactly_the_adapted_part(
+    tiny_config, tiny_batch, target, reentrant
+):
+    """R50: adapters of the encoder are reached through the norm; a frozen encoder builds no graph."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = NormAlignLlavaForConditionalGeneration(tiny_config()).train()
+    whole = ["multi_modal_projector"] if "whole" in target else None
+    settings = peft.LoraConfig(
+        target_modules=LORA[target], modules_to_save=whole, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, settings)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    outputs = []
+    model.model.vision_tower.register_forward_hook(lambda m, a, o: outputs.append(o.last_hidden_state.requires_grad))
+    adapted(**tiny_batch, labels=tiny_batch["input_ids"]).loss.backward()
+    trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert any("aligned_norm.modules_to_save" in n or "aligned_norm.weight" in n for n in trained) == bool(whole)
+    for name, parameter in adapted.named_parameters():
+        # the encoder's last layer lies behind the feature layer
+        reached = name in trained and "vision_tower" not in name or "lora" in name and ".layers.2." not in name
+        assert (parameter.grad is not None and parameter.grad.norm() > 0) == reached, name
+    assert outputs == [target == "vision"]
 
 
 def test_bfloat16_model_and_upcast_norms_run(tiny_model, tiny_batch, tmp_path):
