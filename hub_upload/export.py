@@ -55,7 +55,7 @@ def export(
         out: the folder to write. An earlier export there is replaced.
         overwrite: also replace a folder with other files; one with sub-folders is never replaced.
         results: the content of a results.json of `normalign demo` or `normalign evaluate`, for the card.
-        base_model: Hub ids of the models it was built from; None reads them from the config.
+        base_model: Hub ids of the models it was built from; None reads `composed_from` in the config.
         license: the license id for the card; None leaves it to the base models, and says so.
 
     Returns:
@@ -191,8 +191,8 @@ def _check_target(out: Path, source: Path, overwrite: bool) -> None:
         )
     if entries and not overwrite and not _is_earlier_export(out):
         raise NormalignError(
-            f"{out} is not empty and not an earlier export. Name another folder, empty it, or allow it to be replaced "
-            f"(overwrite=True)."
+            f"{out} is not empty and not an earlier export. Name another folder, empty it, or have it replaced with "
+            f"--overwrite (in Python overwrite=True)."
         )
 
 
@@ -234,6 +234,7 @@ def _written_in_full(out: Path) -> Iterator[Path]:
 
 def _write(model, processor, folder: Path, code: list[Path]) -> None:
     _forget_where_it_came_from(model.config)
+    _give_no_token_type_ids(processor.tokenizer)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     for file in code:
@@ -249,6 +250,12 @@ def _forget_where_it_came_from(config) -> None:
     config._name_or_path = ""
     for part in (config.text_config, config.vision_config):
         part._name_or_path = ""
+
+
+def _give_no_token_type_ids(tokenizer) -> None:
+    """transformers 4's plain tokenizer makes token_type_ids unless told, and `generate` refuses them."""
+    names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
 
 
 def _strip_local_keys(file: Path) -> None:

@@ -41,7 +41,7 @@ class ModelFacts:
     gain_min: float | None
     gain_max: float | None
     mu: float | None
-    base_models: list[str]
+    composed_from: dict[str, str]
 
 
 def model_facts(model) -> ModelFacts:
@@ -64,7 +64,7 @@ def model_facts(model) -> ModelFacts:
         gain_min=None if gain is None else gain.min().item(),
         gain_max=None if gain is None else gain.max().item(),
         mu=None if norm is None or not settings["gwc"] else norm.mu.item(),
-        base_models=_base_models(config),
+        composed_from=dict(getattr(config, "composed_from", None) or {}),
     )
 
 
@@ -78,14 +78,8 @@ def _gain_at_start(settings: dict, hidden_size: int) -> float | None:
     return settings["target_norm"] / math.sqrt(hidden_size)
 
 
-def _base_models(config) -> list[str]:
-    """Hub ids of the language model and the vision encoder, where the config still names them."""
-    names = [getattr(part, "_name_or_path", "") or "" for part in (config.text_config, config.vision_config)]
-    return [name for name in dict.fromkeys(names) if _is_hub_id(name)]
-
-
 def _is_hub_id(name: str) -> bool:
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not Path(name).exists()
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 
 def model_card(
@@ -102,10 +96,11 @@ def model_card(
         facts: what `model_facts` read.
         code: the Python files in the folder; the card lists their SHA-256.
         results: the content of a results.json of `normalign demo` or `normalign evaluate`; None leaves the table out.
-        base_model: Hub ids of the base models; None takes those in `facts`.
+        base_model: Hub ids of the base models; None takes those that `facts` names.
         license: the license id; None writes `other` and tells the reader to look at the base models.
     """
-    bases = [base_model] if isinstance(base_model, str) else list(base_model or facts.base_models)
+    named = [name for name in dict.fromkeys(facts.composed_from.values()) if _is_hub_id(name)]
+    bases = [base_model] if isinstance(base_model, str) else list(base_model or named)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="image-text-to-text",
