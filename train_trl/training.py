@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
     The factor of kind `scale`, which does not normalise, starts from the projected tokens of the first images.
 
     Raises:
-        NormalignError: the folder holds another kind of model, or another arm than the recipe names.
+        NormalignError: the folder holds another kind of model, another arm than the recipe names, or no processor.
     """
     if recipe.compose is not None:
         from ..assembly.compose import compose
@@ -104,7 +105,14 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
                 f"The recipe's arm {recipe.arm!r} means aligned_norm.{key}: {value!r}, but the model in {start} has "
                 f"{settings[key]!r}. A model keeps the arm it was composed with."
             )
-    return model, AutoProcessor.from_pretrained(start, trust_remote_code=False)
+    try:
+        with _without_warnings():
+            return model, AutoProcessor.from_pretrained(start, trust_remote_code=False)
+    except OSError as error:
+        raise NormalignError(
+            f"{start} has no complete processor (image processor, tokenizer, chat template): {error} Save the processor "
+            f"beside the model with processor.save_pretrained."
+        ) from error
 
 
 def check_processor(processor: Any) -> None:
@@ -154,7 +162,7 @@ def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
         for offset, (ids, mask) in enumerate(zip(tokens["input_ids"], tokens["assistant_masks"])):
             supervised = [token for token, marked in zip(ids, mask) if marked]
             if not supervised:
-                problem = "has no assistant token to learn from: its answer is missing or empty"
+                problem = "has no assistant token to learn from: its answer is missing"
             elif processor.image_token_id in supervised:
                 problem = "has an image placeholder within the assistant's answer, where the loss would see it"
             else:
@@ -165,12 +173,20 @@ def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
 class AlignedSFTTrainer(SFTTrainer):
     """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    _frozen: list[nn.Module] | None = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
         if self.model.training:
-            for module in frozen_modules(self.model):
+            if self._frozen is None:
+                self._frozen = frozen_modules(self.model)
+            for module in self._frozen:
                 module.eval()
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model.training and not return_outputs and not loss.requires_grad:
+            # a batch without images teaches nothing where the language model is frozen: its gradient is zero
+            loss = loss + sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
+        return loss
 
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
@@ -240,6 +256,17 @@ def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
     if trainer.is_world_process_zero():
         (Path(output_dir) / "training_args.bin").unlink(missing_ok=True)
     return Path(output_dir)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keeps back transformers' warning that a tokenizer's loader has read our config as a plain one."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def _print_table(model: nn.Module, recipe: Recipe) -> None:

@@ -1,0 +1,150 @@
+"""Recipes: every key known and typed, overrides on top, arms as shorthand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import normalign.configuration
+from normalign.train_trl import RecipeError, load_recipe, parse_overrides
+from normalign.train_trl.__main__ import main
+from normalign.train_trl.recipe import ARMS
+
+
+RECIPES = Path(normalign.configuration.__file__).parent / "recipes"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A function that loads a recipe with the given content."""
+
+    def load(overrides=None, **content):
+        path = tmp_path / "alignment.yaml"
+        path.write_text(yaml.safe_dump({"output_dir": "out", "model": "a/b", **content}))
+        return load_recipe(path, overrides)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"lerning_rate": 1e-3}, "Unknown key 'lerning_rate'. Did you mean 'learning_rate'?"),
+        ({"data": {"row": 3}}, "Unknown key 'data.row'. Did you mean 'data.rows'?"),
+        ({"tune": {"visoin": "full"}}, "Did you mean 'tune.vision'?"),
+        (
+            {"tune": {"vision": "frozn"}},
+            "'tune.vision' must be one of frozen, full, got 'frozn'. Did you mean 'frozen'?",
+        ),
+        ({"arm": "aligned_gcw"}, "Did you mean 'aligned_gwc'?"),
+        ({"batch_size": "many"}, "'batch_size' must be a whole number, got 'many'"),
+        ({"batch_size": 2.5}, "'batch_size' must be a whole number"),
+        ({"batch_size": True}, "'batch_size' must be a whole number"),
+        ({"learning_rate": [1]}, "'learning_rate' must be a number"),
+        ({"name": 3}, "'name' must be a text"),
+        ({"tune": "full"}, "'tune' must be a block of keys"),
+        ({"learning_rate": 0}, "learning_rate must be above 0"),
+        ({"max_steps": 0}, "max_steps must be above 0"),
+        ({"max_grad_norm": -1}, "max_grad_norm must not be negative"),
+        ({"from_stage": "stage1"}, "this one has model and from_stage"),
+        ({"model": None}, "this one has none of them"),
+        ({"model": None, "compose": {"vision": "a"}}, "The key 'compose.text' is missing"),
+    ],
+)
+def test_a_key_or_value_that_does_not_fit_is_named(recipe, content, expected):
+    with pytest.raises(RecipeError) as error:
+        recipe(**content)
+    assert expected in str(error.value)
+    assert "alignment.yaml" in str(error.value)
+
+
+def test_values_have_the_declared_types(recipe):
+    loaded = recipe(learning_rate="1e-3", epochs=2, warmup=0, max_steps=None, data={"rows": 5, "stage": 2})
+    assert (loaded.learning_rate, loaded.data.rows, loaded.data.stage) == (1e-3, 5, 2)
+    assert isinstance(loaded.epochs, float) and isinstance(loaded.warmup, float)
+    assert (loaded.name, loaded.max_steps, loaded.tune.vision) == ("alignment", None, "frozen")
+
+
+def test_overrides_from_the_command_line_replace_values(recipe):
+    arguments = [
+        "--data.rows",
+        "7",
+        "--learning-rate=2e-4",
+        "--max_steps",
+        "null",
+        "--name",
+        "7",
+        "--tune.norm=frozen",
+    ]
+    loaded = recipe(parse_overrides(arguments), max_steps=3, data={"rows": 5, "seed": 4})
+    assert (loaded.data.rows, loaded.data.seed, loaded.learning_rate) == (7, 4, 2e-4)
+    assert (loaded.max_steps, loaded.name, loaded.tune.norm) == (None, "7", "frozen")
+
+
+def test_overrides_may_be_nested_and_leave_the_rest_of_a_block(recipe):
+    loaded = recipe(
+        {"data": {"rows": 7}, "tune.language": "full"}, data={"rows": 5, "seed": 4}, tune={"norm": "frozen"}
+    )
+    assert (loaded.data.rows, loaded.data.seed) == (7, 4)
+    assert (loaded.tune.norm, loaded.tune.language) == ("frozen", "full")
+
+
+def test_an_overridden_start_replaces_the_recipes_own(recipe):
+    composed = {"model": None, "compose": {"vision": "v", "text": "t"}}
+    assert recipe({"model": "c/d"}, **composed).compose is None
+    assert recipe({"compose.vision": "other"}, **composed).compose.vision == "other"
+    assert recipe({"compose.vision": "v", "compose.text": "t"}).model is None
+
+
+@pytest.mark.parametrize("arguments", [["rows", "3"], ["--rows"], ["--rows", "--seed", "3"], ["--"]])
+def test_an_override_without_key_or_value_is_refused(arguments):
+    with pytest.raises(RecipeError):
+        parse_overrides(arguments)
+
+
+def test_an_unknown_override_is_refused_like_a_key_of_the_file(recipe):
+    with pytest.raises(RecipeError, match="Unknown key 'data.row'. Did you mean 'data.rows'"):
+        recipe({"data.row": "3"})
+    with pytest.raises(RecipeError, match="seed.rows cannot be set: seed is a single value"):
+        recipe({"seed.rows": "3"}, seed=1)
+
+
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_an_arm_sets_the_norm_of_a_composed_model(recipe, arm):
+    loaded = recipe(model=None, arm=arm, compose={"vision": "v", "text": "t", "aligned_norm": {"eps": "1e-5"}})
+    assert loaded.compose.aligned_norm == {**ARMS[arm], "eps": 1e-5}
+
+
+def test_an_arm_and_a_setting_that_contradicts_it_are_refused(recipe):
+    backbones = {"vision": "v", "text": "t"}
+    with pytest.raises(RecipeError, match="arm: aligned means aligned_norm.gwc: False"):
+        recipe(model=None, arm="aligned", compose={**backbones, "aligned_norm": {"gwc": True}})
+    rms = recipe(model=None, arm="rms", compose={**backbones, "aligned_norm": {"gwc": False}})
+    assert rms.compose.aligned_norm == {"kind": "rmsnorm", "gain_init": "text", "gwc": False}
+
+
+def test_a_stage_that_has_not_been_run_is_named(recipe):
+    loaded = recipe(model=None, from_stage="stage1", output_dir="nowhere/stage2")
+    with pytest.raises(RecipeError, match="there is no finished folder nowhere.stage1. Run that stage first"):
+        loaded.start_folder()
+
+
+def test_the_demo_recipes_train_alignment_then_instructions():
+    first, second = (load_recipe(RECIPES / "demo" / f"stage{stage}.yaml") for stage in (1, 2))
+    assert vars(first.tune) == {"vision": "frozen", "projector": "full", "norm": "full", "language": "frozen"}
+    assert vars(second.tune) == {"vision": "frozen", "projector": "full", "norm": "full", "language": "full"}
+    assert (first.data.stage, second.data.stage, second.from_stage) == (1, 2, first.name)
+    assert Path(second.output_dir).parent / second.from_stage == Path(first.output_dir)
+
+
+def test_the_module_exits_with_2_on_wrong_usage(capsys):
+    assert main([]) == 2
+    assert main(["no_such_recipe.yaml"]) == 2
+    assert "There is no recipe no_such_recipe.yaml" in capsys.readouterr().err
+
+
+def test_importing_the_room_does_not_load_torch():
+    code = "import sys, normalign.train_trl; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,430 @@
+"""Both stages with TRL's real trainer on a tiny model: what moves, what the log says, what is saved."""
+
+import json
+import logging
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from normalign.configuration.errors import NormalignError
+from normalign.train_trl import load_recipe, train
+from normalign.train_trl.callbacks import InterfaceProbe
+from normalign.train_trl.digit_scenes import digit_scenes_dataset
+from normalign.train_trl.parts import PARTS, freeze, part_of, training_table
+from normalign.train_trl.training import (
+    build_trainer,
+    check_processor,
+    check_supervision,
+    load_data,
+    load_or_compose,
+    training_arguments,
+)
+
+
+LOG_KEYS = {
+    "step",
+    "loss",
+    "aligned_norm/gain_abs_mean",
+    "aligned_norm/gain_l2",
+    "aligned_norm/mu",
+    "norm/visual_in",
+    "norm/visual_out",
+    "norm/text",
+    "norm/ratio",
+    "clip_factor",
+    *(f"grad_norm/{part}" for part in PARTS),
+    *(f"update/{part}" for part in PARTS),
+}
+FOLDER = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "aligned_norm.py",
+    "configuration_normalign_llava.py",
+    "modeling_normalign_llava.py",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+}
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "train_log.jsonl").read_text().splitlines()]
+
+
+def hooks_on(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def moved_parts(before, after):
+    """For each part the share of its tensors that are no longer the same."""
+    assert before.keys() == after.keys()
+    moved = {part: [] for part in PARTS}
+    for name in before:
+        moved[part_of(name)].append(not torch.equal(before[name], after[name]))
+    return {part: sum(values) / len(values) if values else None for part, values in moved.items()}
+
+
+@pytest.fixture(scope="session")
+def runs(recipe_file, tmp_path_factory):
+    """Both stages, run once: the folders of each, and the weights at the start."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = load_recipe(recipe_file(1, folder))
+    model, _ = load_or_compose(recipe, load_data(recipe))
+    model.save_pretrained(folder / "start")
+    first = train(recipe_file(1, folder, save_steps=1))
+    second = train(recipe_file(2, folder, data={"rows": 10, "stage": 2}))
+    return SimpleNamespace(start=folder / "start", stage1=first, stage2=second, parent=folder)
+
+
+@pytest.fixture
+def composed(recipe_file, tmp_path):
+    """A function that composes a model by a changed stage 1 recipe: recipe, model, processor."""
+
+    def make(overrides=None, **changes):
+        recipe = load_recipe(recipe_file(1, tmp_path, **changes), overrides)
+        model, processor = load_or_compose(recipe, load_data(recipe))
+        freeze(model, recipe.tune)
+        return recipe, model, processor
+
+    return make
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+# --- what is trained
+
+
+def test_stage_1_moves_every_weight_of_projector_and_norm_and_no_other(runs):
+    moved = moved_parts(weights_of(runs.start), weights_of(runs.stage1))
+    assert moved == {"vision": 0, "projector": 1, "norm": 1, "language": 0}
+
+
+def test_stage_2_moves_every_weight_but_the_encoders(runs):
+    moved = moved_parts(weights_of(runs.stage1), weights_of(runs.stage2))
+    assert moved == {"vision": 0, "projector": 1, "norm": 1, "language": 1}
+
+
+def test_stage_2_goes_on_with_the_gain_of_stage_1(runs, recipe_file):
+    recipe = load_recipe(recipe_file(2, runs.parent))
+    model, _ = load_or_compose(recipe, load_data(recipe))
+    gain = weights_of(runs.stage1)["model.multi_modal_projector.aligned_norm.weight"]
+    assert torch.equal(model.get_aligned_norm().weight, gain)
+    assert gain.unique().numel() > 1
+
+
+def test_a_model_keeps_the_arm_it_was_composed_with(runs, recipe_file):
+    recipe = load_recipe(recipe_file(2, runs.parent, arm="aligned"))
+    with pytest.raises(NormalignError, match="arm 'aligned' means aligned_norm.gwc: False"):
+        load_or_compose(recipe, load_data(recipe))
+
+
+def test_a_frozen_norm_stays_while_the_projector_learns(recipe_file, runs, tmp_path):
+    out = train(recipe_file(1, tmp_path, tune={"norm": "frozen"}), {"max_steps": 1})
+    moved = moved_parts(weights_of(runs.start), weights_of(out))
+    assert moved == {"vision": 0, "projector": 1, "norm": 0, "language": 0}
+    record = log_of(out)[0]
+    assert record["update/norm"] == record["grad_norm/norm"] == 0 < record["update/projector"]
+
+
+def test_frozen_parts_are_in_eval_mode_and_build_no_graph(composed):
+    recipe, model, processor = composed(max_steps=1)
+    seen = []
+    model.model.vision_tower.register_forward_hook(
+        lambda module, args, output: seen.append((module.training, output.last_hidden_state.requires_grad))
+    )
+    model.model.language_model.register_forward_hook(lambda module, args, output: seen.append((module.training, None)))
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    trainer.train()
+    assert seen == [(False, False), (False, None)]
+    assert model.training and model.model.multi_modal_projector.aligned_norm.training
+
+
+def test_nothing_to_train_is_refused(composed):
+    with pytest.raises(NormalignError, match="nothing to train"):
+        composed(tune={"projector": "frozen", "norm": "frozen"})
+
+
+def test_a_norm_that_is_fixed_by_its_config_cannot_be_tuned(composed):
+    with pytest.raises(NormalignError, match="aligned_norm.trainable is false"):
+        composed(overrides={"compose.aligned_norm.trainable": False})
+
+
+def test_gain_and_bias_are_never_decayed(composed):
+    recipe, model, processor = composed(weight_decay=0.1, tune={"language": "full"})
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    decayed = trainer.get_decay_parameter_names(model)
+    assert not [name for name in decayed if "aligned_norm" in name]
+    assert "model.multi_modal_projector.linear_1.weight" in decayed
+    trainer.create_optimizer()
+    decay_of = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    norm = model.get_aligned_norm()
+    assert decay_of[id(norm.weight)] == decay_of[id(norm.bias)] == 0
+    assert decay_of[id(model.model.multi_modal_projector.linear_1.weight)] == 0.1
+
+
+def test_the_table_names_parts_counts_and_the_state_of_the_norm(composed):
+    from rich.console import Console
+
+    recipe, model, _ = composed()
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(training_table(model, recipe.learning_rate, "stage1"))
+    lines = [line.replace("│", "").split() for line in capture.get().splitlines()]
+    norm, T = model.get_aligned_norm(), model.config.aligned_norm["target_norm"]
+    assert ["norm", "trained", "64", "0.001"] in lines
+    assert ["language", "frozen", f"{sum(p.numel() for p in model.model.language_model.parameters()):,}", "-"] in lines
+    assert f"T {T:.4g}, gain {T / math.sqrt(32):.4g}, GWC on, mu {norm.mu.item():.4g}" in capture.get()
+
+
+# --- the log
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_every_logged_step_has_the_keys_that_programs_read(runs, stage):
+    records = log_of(getattr(runs, stage))
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    for record in records:
+        assert record.keys() >= LOG_KEYS and record["stage"] == stage
+        assert all(record[key] is not None for key in LOG_KEYS)
+
+
+def test_the_log_ends_with_the_gain_that_is_saved(runs):
+    for folder in (runs.stage1, runs.stage2):
+        gain = weights_of(folder)["model.multi_modal_projector.aligned_norm.weight"]
+        last = log_of(folder)[-1]
+        assert last["aligned_norm/gain_abs_mean"] == last["aligned_norm/mu"] == gain.abs().mean().item()
+        assert last["aligned_norm/gain_l2"] == gain.norm().item()
+
+
+def test_only_trained_parts_have_gradients_and_updates(runs):
+    for folder, trained in ((runs.stage1, {"projector", "norm"}), (runs.stage2, {"projector", "norm", "language"})):
+        for record in log_of(folder):
+            assert {part for part in PARTS if record[f"update/{part}"] > 0} == trained
+            assert {part for part in PARTS if record[f"grad_norm/{part}"] > 0} == trained
+
+
+def test_the_relative_update_is_that_of_the_saved_weights(runs):
+    before, after = weights_of(runs.stage1 / "checkpoint-1"), weights_of(runs.stage1)
+    names = [name for name in before if part_of(name) == "projector"]
+    moved = math.hypot(*((after[name] - before[name]).norm().item() for name in names))
+    size = math.hypot(*(before[name].norm().item() for name in names))
+    assert log_of(runs.stage1)[1]["update/projector"] == pytest.approx(moved / size, rel=1e-4)
+
+
+def test_gradient_norms_are_those_before_clipping(recipe_file, runs, tmp_path):
+    free = log_of(train(recipe_file(1, tmp_path / "free", max_grad_norm=0, max_steps=1)))[0]
+    clipped = log_of(runs.stage1)[0]
+    assert free["clip_factor"] == 1 > clipped["clip_factor"]
+    for record in (free, clipped):
+        total = math.hypot(*(record[f"grad_norm/{part}"] for part in PARTS))
+        assert total == pytest.approx(record["grad_norm"], rel=1e-5)
+    for part in PARTS:
+        assert clipped[f"grad_norm/{part}"] == pytest.approx(free[f"grad_norm/{part}"], rel=1e-4)
+    assert clipped["clip_factor"] * clipped["grad_norm"] == pytest.approx(1, rel=1e-5)
+
+
+def test_the_log_shows_visual_tokens_at_the_norm_of_text(runs):
+    first = log_of(runs.stage1)[0]
+    T = json.loads((runs.start / "config.json").read_text())["aligned_norm"]["target_norm"]
+    assert first["norm/visual_out"] == pytest.approx(T, rel=0.02)
+    assert first["norm/ratio"] == pytest.approx(first["norm/visual_out"] / first["norm/text"])
+
+
+def test_without_a_norm_its_keys_are_null(recipe_file, tmp_path):
+    out = train(recipe_file(1, tmp_path, arm="none", max_steps=1))
+    record = log_of(out)[0]
+    for key in ("gain_abs_mean", "gain_l2", "mu", "gwc_fired"):
+        assert record[f"aligned_norm/{key}"] is None
+    assert record["update/norm"] == record["grad_norm/norm"] == 0 < record["update/projector"]
+    assert record["norm/visual_in"] == record["norm/visual_out"] > 0
+
+
+def test_steps_between_logged_ones_are_not_measured_and_the_last_is_logged(recipe_file, tmp_path):
+    out = train(recipe_file(1, tmp_path, logging_steps=2, max_steps=3))
+    assert [record["step"] for record in log_of(out)] == [2, 3]
+
+
+def test_the_probe_measures_what_enters_the_language_model_and_leaves_no_hook(composed):
+    recipe, model, processor = composed()
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    batch = trainer.data_collator([load_data(recipe)[0], digit_scenes_dataset(1, text_only_share=1.0)[0]])
+    with torch.no_grad():
+        model(**batch)  # transformers puts hooks of its own on a model at its first call
+    hooks = hooks_on(model)
+    with torch.no_grad(), InterfaceProbe(model) as probe:
+        model(**batch)
+        assert hooks_on(model) == hooks + 3
+        visual = torch.stack(list(model.get_image_features(pixel_values=batch["pixel_values"]).pooler_output))
+    text = (batch["attention_mask"] == 1) & (batch["input_ids"] != model.config.image_token_id)
+    embeddings = model.get_input_embeddings()(batch["input_ids"][text])
+    assert probe.visual_out.value() == pytest.approx(visual.norm(dim=-1).mean().item(), rel=1e-5)
+    assert probe.text.value() == pytest.approx(embeddings.norm(dim=-1).mean().item(), rel=1e-5)
+    assert probe.gwc_runs == 0
+    assert hooks_on(model) == hooks
+
+
+def test_gwc_is_seen_to_act(runs):
+    assert [record["aligned_norm/gwc_fired"] for record in log_of(runs.stage1)] == [True, True]
+
+
+def test_a_gwc_that_is_bypassed_is_warned_of(composed, caplog):
+    recipe, model, processor = composed(max_steps=2)
+    norm = model.get_aligned_norm()
+    norm.forward = lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    with caplog.at_level(logging.WARNING, logger="normalign.train_trl.callbacks"):
+        trainer.train()
+    assert [record["aligned_norm/gwc_fired"] for record in log_of(recipe.output_dir)] == [False, False]
+    assert len([message for message in caplog.messages if "GWC is on" in message]) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(composed):
+    recipe, model, processor = composed(max_steps=2)
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_1.weight.fill_(float("nan"))
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    with pytest.raises(NormalignError, match="The loss became nan at or before step 1 of stage1"):
+        trainer.train()
+    assert log_of(recipe.output_dir)[0]["loss"] is None
+
+
+# --- the data
+
+
+def test_a_batch_of_image_rows_and_text_rows_teaches_answers_alone(composed):
+    recipe, model, processor = composed()
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    rows = [digit_scenes_dataset(1, text_only_share=share, seed=3)[0] for share in (0.0, 1.0)]
+    batch = trainer.data_collator(rows)
+    assert batch["pixel_values"].shape[0] == 1
+    assert [int((ids == processor.image_token_id).sum()) for ids in batch["input_ids"]] == [4, 0]
+    for row, labels in zip(rows, batch["labels"]):
+        taught = labels[labels != -100]
+        assert processor.image_token_id not in taught
+        assert processor.tokenizer.decode(taught) == row["answer"] + "<|im_end|>"
+
+
+def test_a_batch_without_images_trains_the_language_model_alone(composed):
+    recipe, model, processor = composed(tune={"language": "full"}, max_steps=1)
+    build_trainer(model, processor, digit_scenes_dataset(4, text_only_share=1.0), recipe).train()
+    record = log_of(recipe.output_dir)[0]
+    assert record["norm/visual_out"] is record["norm/ratio"] is None
+    assert record["grad_norm/projector"] == record["update/projector"] == 0 < record["update/language"]
+
+
+def test_a_batch_without_images_changes_nothing_where_the_language_model_is_frozen(composed):
+    recipe, model, processor = composed(max_steps=1)
+    build_trainer(model, processor, digit_scenes_dataset(4, text_only_share=1.0), recipe).train()
+    record = log_of(recipe.output_dir)[0]
+    assert all(record[f"update/{part}"] == 0 for part in PARTS)
+    assert math.isfinite(record["loss"])
+
+
+def test_a_row_without_an_answer_is_named_before_the_first_step(composed):
+    recipe, _, processor = composed()
+    rows = digit_scenes_dataset(3).map(
+        lambda row, index: {"messages": row["messages"][:1] if index == 2 else row["messages"]}, with_indices=True
+    )
+    with pytest.raises(NormalignError, match="Row 2 of the data has no assistant token to learn from"):
+        check_supervision(rows, processor)
+
+
+def test_a_placeholder_in_an_answer_is_named_before_the_first_step(composed):
+    recipe, _, processor = composed()
+
+    def spoil(row):
+        row["messages"][1]["content"][0]["text"] = "<image>"
+        return row
+
+    with pytest.raises(NormalignError, match="Row 0 of the data has an image placeholder"):
+        check_supervision(digit_scenes_dataset(1).map(spoil), processor)
+
+
+def test_a_bare_tokenizer_is_refused(composed):
+    recipe, model, processor = composed()
+    with pytest.raises(NormalignError, match="bare .* with which TRL would train on text alone"):
+        build_trainer(model, processor.tokenizer, load_data(recipe), recipe)
+
+
+def test_a_folder_without_a_processor_is_refused(runs, recipe_file, tmp_path):
+    shutil.copytree(
+        runs.stage1, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "processor_config*")
+    )
+    with pytest.raises(NormalignError, match="has no complete processor"):
+        train(recipe_file(1, tmp_path, model=str(tmp_path / "model")))
+
+
+def test_a_template_without_generation_markers_is_refused(composed):
+    _, _, processor = composed()
+    processor.chat_template = processor.chat_template.replace("generation %}", "set x = 1 %}")
+    with pytest.raises(NormalignError, match="does not mark the assistant's words"):
+        check_processor(processor)
+
+
+def test_a_model_of_another_family_is_refused(backbones, recipe_file, tmp_path):
+    with pytest.raises(NormalignError, match="a model of type 'llama'; training needs a normalign_llava model"):
+        train(recipe_file(1, tmp_path, model=str(backbones / "text")))
+
+
+def test_a_global_batch_is_split_over_processes_and_accumulation(recipe_file, tmp_path, monkeypatch):
+    recipe = load_recipe(recipe_file(1, tmp_path, batch_size=12, gradient_accumulation=2))
+    assert training_arguments(recipe).per_device_train_batch_size == 6
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(NormalignError, match="Choose a multiple of 10"):
+        training_arguments(recipe)
+
+
+# --- what is saved
+
+
+def test_checkpoints_and_the_finished_folder_are_complete(runs):
+    for folder in (runs.stage1, runs.stage1 / "checkpoint-1", runs.stage1 / "checkpoint-2", runs.stage2):
+        names = {path.name for path in folder.iterdir()}
+        assert names >= FOLDER
+        assert "README.md" not in names
+    assert not (runs.stage1 / "training_args.bin").exists()
+    assert "{% generation %}" in (runs.stage2 / "chat_template.jinja").read_text()
+    for name, weight in weights_of(runs.stage1).items():
+        assert torch.equal(weight, weights_of(runs.stage1 / "checkpoint-2")[name])
+
+
+def test_a_checkpoint_loads_where_normalign_is_not_installed(runs):
+    code = """
+import sys, json
+sys.modules["normalign"] = None
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+folder = sys.argv[1]
+model, info = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+inputs = processor.apply_chat_template(
+    [{"role": "user", "content": [{"type": "text", "text": "2 + 2"}]}],
+    tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True,
+)
+with torch.no_grad():
+    logits = model(**inputs).logits
+print(json.dumps({"class": type(model).__module__, "missing": sorted(info["missing_keys"]),
+                  "logits": logits.double().sum().item(), "ids": inputs["input_ids"].tolist()}))
+"""
+    folder = runs.stage1 / "checkpoint-1"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["class"].startswith("transformers_modules.") and answer["missing"] == []
+
+    from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+
+    with torch.no_grad():
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
+        assert model(torch.tensor(answer["ids"])).logits.double().sum().item() == answer["logits"]
