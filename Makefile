@@ -17,8 +17,8 @@ demo: $(VENV)/.installed ## compose, inspect, train, evaluate, export and reload
 	$(VENV)/bin/normalign demo --out $(OUT)
 
 test: lint $(VENV4)/.installed ## lint, all tests, then the marked subset with transformers 4.57
-	$(VENV)/bin/python -m pytest -n $(JOBS)
-	$(VENV4)/bin/python -m pytest -n $(JOBS) -m both_generations
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
+	$(VENV4)/bin/python -m pytest -n $(JOBS) --dist loadfile -m both_generations
 
 lint: $(VENV)/.installed ## check style without changing anything
 	$(VENV)/bin/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from .modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 
 __version__ = "0.1.0"
+
+# In a checkout the rooms are folders beside this one. Python started there finds this folder before an installed normalign.
+_checkout = Path(__file__).parents[1]
+if (_checkout / "setup.cfg").is_file() and (_checkout / "modeling").is_dir():
+    __path__.append(str(_checkout))
 
 _HOMES = {
     "AlignedNorm": ".modeling.aligned_norm",

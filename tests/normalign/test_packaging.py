@@ -76,6 +76,23 @@ def test_the_wheel_works_without_the_checkout(installed, tmp_path):
     assert all(Path(line).is_relative_to(installed) for line in done.stdout.splitlines())
 
 
+def test_a_checkout_works_as_it_is_also_beside_an_installed_wheel(installed):
+    # -S: without the site-packages, so that no editable install helps
+    code = "import normalign; from normalign.configuration import errors; print(normalign.__file__, errors.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        str(CHECKOUT / "normalign" / "__init__.py"),
+        str(CHECKOUT / "configuration" / "errors.py"),
+    ]
+
+
 def test_the_metadata_names_version_program_and_python(installed):
     [folder] = installed.glob("*.dist-info")
     distribution = PathDistribution(folder)
