@@ -1,0 +1,111 @@
+"""Answers by generation: batches, images and no images, scores, and image files of every kind."""
+
+import pytest
+import torch
+from PIL import Image
+
+from normalign.configuration.errors import NormalignError
+from normalign.evaluation.generation import answer, answer_rows, exact_match, generate_answers, load_model, open_image
+from normalign.train_trl.digit_scenes import digit_scene_rows
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return digit_scene_rows(10, split="test", text_only_share=0.3)
+
+
+@pytest.fixture(scope="module")
+def folder(composed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("composed")
+    for part in composed:
+        part.save_pretrained(folder)
+    return folder
+
+
+def test_batched_answers_equal_single_ones_in_order(composed, rows):
+    """Images and text-only rows mixed; left padding changes nothing."""
+    assert {bool(row["images"]) for row in rows} == {True, False}
+    counted = []
+    together = answer_rows(*composed, rows, batch_size=4, progress=counted.append, max_new_tokens=8)
+    alone = [answer_rows(*composed, [row], max_new_tokens=8)[0] for row in rows]
+    assert together == alone
+    assert sum(counted) == len(rows)
+    # the language model alone reads its answers from the caption of a text-only row
+    text_only = [i for i, row in enumerate(rows) if not row["images"]]
+    assert sum(together[i] == rows[i]["answer"] for i in text_only) >= 2
+
+
+def test_several_images_and_none_in_one_call(composed, rows):
+    images = [row["images"][0] for row in rows if row["images"]][:2]
+    two = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Is there a 7?"}]}
+    ]
+    none = [{"role": "user", "content": [{"type": "text", "text": "Is there a 7?"}]}]
+    answers = generate_answers(*composed, [two, none], [images, []], max_new_tokens=4)
+    assert len(answers) == 2 and all(isinstance(text, str) for text in answers)
+
+
+def test_an_error_while_answering_is_raised(composed, rows):
+    with pytest.raises((ValueError, RuntimeError, IndexError, StopIteration)):
+        generate_answers(*composed, [rows[0]["messages"][:1]], [[rows[0]["images"][0]] * 2])
+
+
+def test_chat_answers_about_an_image_file(folder, composed, rows, tmp_path):
+    row = next(row for row in rows if row["images"])
+    row["images"][0].save(tmp_path / "scene.png")
+    text = answer(str(folder), row["question"], [tmp_path / "scene.png"], max_new_tokens=8)
+    assert text == answer_rows(*composed, [row], max_new_tokens=8)[0]
+
+
+def test_loading_runs_no_code_of_the_folder(folder, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "modeling_normalign_llava.py").write_text("raise SystemExit('ran code of the folder')")
+    model, _ = load_model(copy)
+    assert type(model).__module__ == "normalign.modeling.modeling_normalign_llava"
+    assert model.dtype == torch.float32 and not model.training
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"model_type": "no_such_type"}'])
+def test_what_is_no_model_gets_one_paragraph(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(NormalignError, match=str(tmp_path)) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_exact_match_counts_over_all_and_by_kind():
+    rows = [{"kind": k, "answer": a} for k, a in (("digit", "7"), ("digit", "3"), ("colour", "red"))]
+    assert exact_match(rows, ["7", "8", "red"]) == (pytest.approx(2 / 3), {"colour": 1.0, "digit": 0.5})
+    assert exact_match(rows, ["7.", "3 ", "Red"])[0] == 0
+    with pytest.raises(ValueError):
+        exact_match(rows, ["7"])
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "F"])
+def test_image_files_of_every_mode_open_as_rgb(tmp_path, mode):
+    image = Image.new("RGB", (5, 4), (200, 30, 30))
+    path = tmp_path / ("image.tiff" if mode in ("CMYK", "F", "I;16") else "image.png")
+    (Image.new("I;16", (5, 4), 40000) if mode == "I;16" else image.convert(mode)).save(path)
+    opened = open_image(path)
+    assert opened.mode == "RGB" and opened.size == (5, 4)
+    if mode in ("RGB", "RGBA"):
+        assert opened.getpixel((2, 2)) == (200, 30, 30)
+
+
+def test_transparency_is_laid_on_white_and_exif_turns_the_image(tmp_path):
+    Image.new("RGBA", (3, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert open_image(tmp_path / "clear.png").getpixel((0, 0)) == (255, 255, 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (3, 2)).save(tmp_path / "turned.jpg", exif=exif)
+    assert open_image(tmp_path / "turned.jpg").size == (2, 3)
+
+
+def test_broken_and_missing_image_files_are_named(tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    for name in ("text.png", "missing.png"):
+        with pytest.raises(NormalignError, match=name):
+            open_image(tmp_path / name)
