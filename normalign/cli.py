@@ -382,8 +382,14 @@ def _flat(result: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict):
             rows += _flat(value, f"{prefix}{key}.")
         elif not isinstance(value, list):
-            rows.append((f"{prefix}{key}", f"{value:,}" if type(value) is int else str(value)))
+            rows.append((f"{prefix}{key}", _readable(value)))
     return rows
+
+
+def _readable(value: Any) -> str:
+    if type(value) is int:
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:

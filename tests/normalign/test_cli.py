@@ -276,7 +276,7 @@ def test_inspect_takes_several_images_writes_the_report_and_shows_it(room, tmp_p
 
     def inspect_model(*args, **kwargs):
         seen.append((args, kwargs))
-        return SimpleNamespace(to_dict=lambda: {"ratio": 12.5, "layers": [1]}, save=saved.append)
+        return SimpleNamespace(to_dict=lambda: {"ratio": 12.34567, "layers": [1]}, save=saved.append)
 
     room("inspection", inspect_model=inspect_model)
     room(
@@ -289,7 +289,7 @@ def test_inspect_takes_several_images_writes_the_report_and_shows_it(room, tmp_p
     assert result.exit_code == 0, result.stderr
     assert seen == [(("m loaded", "processor", ["a", "b", "c"]), {"prompts": ["What?"]})]
     assert saved == [out]
-    assert result.stdout == "ratio  12.5\n"
+    assert result.stdout == "ratio  12.35\n"
 
     run("inspect", "m")
     (_, _, scenes), options = seen[-1]
