@@ -110,7 +110,7 @@ def _token_norms(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class TrainLog(TrainerCallback):
-    """Writes one JSON object for each logged step to `path` (keys: DESIGN.md section 4, here `record`).
+    """Writes one JSON object for each logged step to `path`.
 
     Loss and learning rate are the trainer's. Gradient norms are those before clipping: they are read after it and
     divided by the factor, which follows from the trainer's total norm. `update/PART` is |dW|/|W| of that one optimizer

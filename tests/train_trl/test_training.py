@@ -241,6 +241,17 @@ def test_the_log_shows_visual_tokens_at_the_norm_of_text(runs):
     assert first["norm/ratio"] == pytest.approx(first["norm/visual_out"] / first["norm/text"])
 
 
+@pytest.mark.parametrize(("arm", "tolerance"), [("rms", 0.02), ("scale", 0.1), ("default", 0.02)])
+def test_every_arm_starts_where_it_says(recipe_file, tmp_path, arm, tolerance):
+    out = train(recipe_file(1, tmp_path, arm=arm, max_steps=1))
+    settings = json.loads((out / "config.json").read_text())["aligned_norm"]
+    start = math.sqrt(32) if arm == "default" else settings["target_norm"]
+    record = log_of(out)[0]
+    assert record["norm/visual_out"] == pytest.approx(start, rel=tolerance)
+    assert record["aligned_norm/gwc_fired"] is (None if arm == "default" else True)
+    assert record["update/norm"] > 0
+
+
 def test_without_a_norm_its_keys_are_null(recipe_file, tmp_path):
     out = train(recipe_file(1, tmp_path, arm="none", max_steps=1))
     record = log_of(out)[0]
