@@ -88,7 +88,7 @@ def compose(
     model = assemble(
         config,
         vision_tower=encoder.model,
-        language_model=language.model.base_model,
+        language_model=language.model.get_decoder(),
         lm_head=language.model.get_output_embeddings(),
         projector=new_projector(config, dtype, seed),
     )
@@ -155,7 +155,9 @@ def add_image_token_(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if needed > rows:
         if rows % _ROW_MULTIPLE == 0:
             needed += -needed % _ROW_MULTIPLE
-        model.resize_token_embeddings(needed, mean_resizing=False)
+        # transformers draws the new rows at random; they become zero below
+        with torch.random.fork_rng(devices=[]):
+            model.resize_token_embeddings(needed, mean_resizing=False)
     with torch.no_grad():
         for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
             table[known : len(tokenizer)] = 0
@@ -203,6 +205,7 @@ def _config(
         vision_feature_layer=encoder.feature_layer,
         vision_feature_select_strategy=encoder.select_strategy,
         tie_word_embeddings=bool(text_config.tie_word_embeddings),
+        dtype=encoder.model.dtype,
         projector_init="torch_linear" if projector is None else "checkpoint",
         composed_from={part: public_name(name) for part, name in sources.items()},
     )

@@ -120,6 +120,7 @@ def _with_norm(model: PreTrainedModel, settings: dict, source: str) -> NormAlign
         text_config=copy.deepcopy(old.text_config),
         aligned_norm=settings,
         image_seq_length=count,
+        dtype=model.dtype,
         projector_init="checkpoint",
         grafted_from=public_name(source),
         **{name: getattr(old, name) for name in _KEPT_SETTINGS},
