@@ -146,7 +146,7 @@ def loaded(exported, hub_cache, questions, tmp_path_factory):
     return {**report, "arrays": dict(np.load(work / "arrays.npz")), "saved": work / "saved"}
 
 
-pytestmark = [pytest.mark.both_generations, pytest.mark.xdist_group("hub_upload_clean_process")]
+pytestmark = pytest.mark.both_generations
 
 
 def test_every_auto_class_gives_the_logits_of_the_model_in_memory(loaded, expected):

@@ -1,10 +1,12 @@
 """What `export` writes, what it refuses, and that a failure leaves nothing behind."""
 
+import ast
 import getpass
 import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -58,6 +60,14 @@ def test_exported_code_imports_torch_transformers_and_siblings_only(exported):
         third_party = set(dynamic_module_utils.get_imports(exported / name)) - {"math"}
         assert third_party <= {"torch", "transformers"}
         assert set(dynamic_module_utils.check_imports(exported / name)) <= siblings
+
+
+@pytest.mark.both_generations
+def test_exported_code_does_not_use_the_auto_class_that_transformers_5_has_dropped(exported):
+    for name in CODE:
+        for node in ast.walk(ast.parse((exported / name).read_text(encoding="utf-8"))):
+            used = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "name", None)
+            assert used != "AutoModelForVision2Seq"
 
 
 def test_code_files_are_the_model_file_and_all_it_imports():
@@ -116,6 +126,31 @@ def test_a_model_without_norm_and_one_with_tied_embeddings_are_exported(make_mod
     tied = make_checkpoint(make_model(tie=True), tmp_path / "tied")
     assert not any("aligned_norm" in key for key in load_file(export(plain, tmp_path / "a") / "model.safetensors"))
     assert "lm_head.weight" not in load_file(export(tied, tmp_path / "b") / "model.safetensors")
+
+
+def test_a_sharded_checkpoint_is_exported(model, processor, checkpoint, tmp_path):
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    processor.save_pretrained(tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    written = load_file(export(tmp_path / "sharded", tmp_path / "out") / "model.safetensors")
+    source = load_file(checkpoint / "model.safetensors")
+    assert source.keys() == written.keys() and all(torch.equal(source[key], written[key]) for key in source)
+
+
+def test_a_model_is_exported_from_its_hub_id(exported, tmp_path):
+    repo = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--someone--published"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(exported, repo / "snapshots" / ("0" * 40))
+    out = export("someone/published", tmp_path / "out")
+    assert (out / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    assert names(out) == sorted(FILES)
+
+
+def test_results_get_into_the_card(checkpoint, tmp_path):
+    out = export(checkpoint, tmp_path / "out", results={"accuracy": 0.875}, license="mit", base_model="a/b")
+    text = (out / "README.md").read_text(encoding="utf-8")
+    assert "0.875" in text and "license: mit" in text and "base_model:\n- a/b\n" in text
 
 
 # --- where it may be written
