@@ -209,9 +209,10 @@ def _is_earlier_export(folder: Path) -> bool:
 @contextmanager
 def _written_in_full(out: Path) -> Iterator[Path]:
     """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong."""
-    parent = out.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=parent))
+    # a link keeps pointing to the folder, and "." has a name
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
         folder = work / out.name
         folder.mkdir()

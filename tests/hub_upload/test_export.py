@@ -175,6 +175,16 @@ def test_other_files_are_kept_unless_told(checkpoint, tmp_path):
     assert names(tmp_path / "out") == sorted(FILES)
 
 
+def test_a_link_and_the_current_folder_can_be_written_to(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    export(checkpoint, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "real") == sorted(FILES)
+    monkeypatch.chdir(tmp_path / "real")
+    export(checkpoint, ".")
+    assert names(tmp_path / "real") == sorted(FILES) and names(tmp_path) == ["link", "real"]
+
+
 def test_a_folder_with_folders_is_never_replaced(checkpoint, tmp_path):
     (tmp_path / "out" / "checkpoint-10").mkdir(parents=True)
     with pytest.raises(NormalignError, match="holds the folder checkpoint-10"):
