@@ -1,11 +1,13 @@
 """Loads a vision encoder or a language model with what belongs to it, and explains in one paragraph what is missing."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -20,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
@@ -154,10 +156,13 @@ def load_vision_encoder(
         if config.model_type.startswith(family):
             setattr(config, switch, False)
     # the weights of the text side of a dual checkpoint are not wanted; what is missing is checked below
+    options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True}
     with explained(what, source), quiet_transformers():
-        model, info = AutoModel.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
-        )
+        model, info = AutoModel.from_pretrained(source, **options)
+        if info["missing_keys"] and all(key.startswith("vision_model.") for key in info["missing_keys"]):
+            # transformers 5 saves SigLIP and CLIP without this level, which transformers 4 looks for
+            mapping = {"^(?!vision_model[.]|text_model[.])": "vision_model."}
+            model, info = AutoModel.from_pretrained(source, key_mapping=mapping, **options)
     refuse_missing_weights(what, source, model, info)
     with explained("The image processor of the vision encoder", source), quiet_transformers():
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -239,10 +244,11 @@ def load_language_model(name: str, dtype: torch.dtype, trust_remote_code: bool) 
             f"'{source}' is not a causal language model: transformers has none of the model type '{config.model_type}'. "
             f"Give a model such as Llama, Qwen, SmolLM2 or Gemma."
         )
+    _read_rope_parameters_(config, source)
     tokenizer = load_tokenizer(source, trust_remote_code)
     with explained(what, source):
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+            source, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     refuse_missing_weights(what, source, model, info)
     head = model.get_output_embeddings()
@@ -252,6 +258,21 @@ def load_language_model(name: str, dtype: torch.dtype, trust_remote_code: bool) 
             f"({head}); needed is one linear layer without bias. Give a model such as Llama, Qwen, SmolLM2 or Gemma."
         )
     return LanguageModel(model.eval(), tokenizer)
+
+
+def _read_rope_parameters_(config: PretrainedConfig, source: str) -> None:
+    """Transformers 4 overlooks the rotary embedding's settings where transformers 5 writes them, and takes its defaults."""
+    rope = getattr(config, "rope_parameters", None)
+    if int(transformers.__version__.split(".")[0]) >= 5 or not rope:
+        return
+    if "rope_theta" not in rope:
+        raise NormalignError(
+            f"The language model '{source}' was saved by transformers 5 with rotary embeddings for each kind of layer, which "
+            f"transformers {transformers.__version__} cannot read. Use transformers 5."
+        )
+    config.rope_theta = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config.rope_scaling = None if scaling.get("rope_type", "default") == "default" else scaling
 
 
 def load_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -271,9 +292,15 @@ def load_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerB
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except ValueError:
-            # transformers 4 does not know the class name that transformers 5 writes for a plain tokenizer.json
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+        except (ValueError, AttributeError):
+            # transformers 4 knows neither the class name nor the list of tokens that transformers 5 writes
+            settings = json.loads(Path(cached_file(source, "tokenizer_config.json")).read_text())
+            extra = settings.get("extra_special_tokens") or []
+            if int(transformers.__version__.split(".")[0]) >= 5 or not isinstance(extra, list):
+                raise
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                source, extra_special_tokens={}, additional_special_tokens=extra
+            )
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise NormalignError(
             f"The tokenizer of '{source}' is empty: it makes no token of the letter a. Put tokenizer.json (or "
@@ -291,8 +318,10 @@ def refuse_missing_weights(what: str, source: str, model: PreTrainedModel, info:
     """Raises NormalignError if loading left weights of the model without values from the checkpoint."""
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(key) for key in info.get("mismatched_keys", ()))
-    if missing or mismatched:
+    gone = [*missing, *mismatched]
+    if gone:
+        names = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
         raise NormalignError(
-            f"{what} '{source}' lacks {len(missing) + len(mismatched)} weights of {type(model).__name__}, which would be "
-            f"random: {', '.join((missing + mismatched)[:3])}, ... Give a checkpoint that has them all."
+            f"{what} '{source}' lacks {len(gone)} weight{'s' if len(gone) > 1 else ''} of {type(model).__name__}, which would "
+            f"be random: {names}. Give a checkpoint that has them all."
         )

@@ -296,6 +296,18 @@ def test_config_survives_a_round_trip_attribute_by_attribute(composed, saved, te
         assert other.aligned_norm == config.aligned_norm
 
 
+def test_config_with_other_settings_than_the_defaults_survives_a_round_trip(composed, tmp_path):
+    norm = {"kind": "rmsnorm", "gain_init": 0.5, "target_norm": 1.25, "eps": 1e-5, "trainable": False, "gwc": False}
+    config = NormAlignLlavaConfig.from_dict(
+        composed(text="qwen3")[0].config.to_dict() | {"vision_feature_layer": [-2, -1], "aligned_norm": norm}
+    )
+    config.save_pretrained(tmp_path)
+    reread = NormAlignLlavaConfig.from_pretrained(tmp_path)
+    assert _plain(reread, {"_name_or_path"}) == _plain(config, {"_name_or_path"})
+    assert reread.vision_feature_layer == [-2, -1]
+    assert reread.aligned_norm == norm | {"gwc_floor": 1e-3}
+
+
 def _plain(config, skipped):
     return {key: value for key, value in config.to_dict().items() if key not in skipped}
 
