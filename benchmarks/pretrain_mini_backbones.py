@@ -6,6 +6,14 @@ The encoder learns from training scenes of handwritten digits (train_trl/digit_s
 the digit and the colour in its quarter. The language model learns from text alone, written by this program: a description of
 a scene, a question about it and the answer, in ChatML. A description is either a caption or a raster reading, which says
 for each patch of the picture, row by row, one word that is true there. Neither has seen the other.
+
+The shipped weights were made in two phases each, on one thread of a CPU that other work shared:
+
+    program=benchmarks/pretrain_mini_backbones.py
+    python $program --part vision --no-deform --vision-steps 1200 --out runs/first
+    python $program --part language --no-inventories --language-steps 2000 --out runs/first
+    python $program --part vision --init runs/first --seed 1 --vision-steps 1000 --vision-batch 64 --vision-pool 30000
+    python $program --part language --init runs/first --seed 5 --language-steps 720
 """
 
 import argparse
@@ -20,10 +28,12 @@ from random import Random
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -85,13 +95,34 @@ def cell_of_patch() -> list[int]:
 
 
 def scene_batch(scenes: list[Scene], seed: str, processor: SiglipImageProcessor) -> tuple[torch.Tensor, ...]:
-    """Pictures (N, 3, H, W) and, for each patch, the digit (10 where empty) and the colour (-100 where empty)."""
-    images = [render_scene(scene, f"{seed} {index}") for index, scene in enumerate(scenes)]
-    pixels = processor(images, return_tensors="pt")["pixel_values"].float()
+    """Pictures (N, 3, H, W) in float16 and, for each patch, the digit (10 where empty) and the colour (-100 where empty)."""
+    chunks = []
+    for start in range(0, len(scenes), 1000):
+        images = [render_scene(scene, f"{seed} {start + i}") for i, scene in enumerate(scenes[start : start + 1000])]
+        chunks.append(processor(images, return_tensors="pt")["pixel_values"].half())
+    pixels = torch.cat(chunks)
     digits = torch.tensor([[cell.value if cell else EMPTY for cell in scene] for scene in scenes])
     colours = torch.tensor([[COLOUR_NAMES.index(cell.colour) if cell else -100 for cell in scene] for scene in scenes])
     cells = torch.tensor(cell_of_patch())
     return pixels, digits[:, cells], colours[:, cells]
+
+
+def deform(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Turn, scale, slant and shift each quarter of the pictures (N, 3, H, W) a little: more hands than the data has."""
+    count, side = len(pixels) * 4, IMAGE_SIZE // 2
+    cells = pixels.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).reshape(count, 3, side, side)
+    angle, slant, wide, high, right, down = torch.rand(6, count, generator=generator) * 2 - 1
+    angle, slant, wide, high = 0.2 * angle, 0.2 * slant, 1 + 0.12 * wide, 1 + 0.12 * high
+    affine = torch.stack(
+        [
+            torch.stack([wide * angle.cos(), -high * angle.sin() + slant, 0.06 * right], -1),
+            torch.stack([wide * angle.sin(), high * angle.cos(), 0.06 * down], -1),
+        ],
+        1,
+    )
+    grid = F.affine_grid(affine, list(cells.shape), align_corners=False)
+    cells = F.grid_sample(cells, grid, padding_mode="border", align_corners=False)
+    return cells.reshape(-1, 2, 2, 3, side, side).permute(0, 3, 1, 4, 2, 5).reshape(pixels.shape)
 
 
 class PatchHeads(nn.Module):
@@ -108,7 +139,9 @@ class PatchHeads(nn.Module):
         return self.digit(hidden), self.colour(hidden)
 
 
-def train_encoder(steps: int, batch_size: int, lr: float, pool: int, seed: int) -> tuple[SiglipVisionModel, dict]:
+def train_encoder(
+    steps: int, batch_size: int, lr: float, pool: int, seed: int, init: Path | None, deformed: bool
+) -> tuple[SiglipVisionModel, dict]:
     """Train the encoder; both of its last two layers have to name what is in each patch's quarter."""
     torch.manual_seed(seed)
     processor = image_processor()
@@ -121,7 +154,7 @@ def train_encoder(steps: int, batch_size: int, lr: float, pool: int, seed: int) 
         patch_size=PATCH_SIZE,
         vision_use_head=False,
     )
-    model = SiglipVisionModel(config)
+    model = SiglipVisionModel.from_pretrained(init).float() if init else SiglipVisionModel(config)
     heads = nn.ModuleList(PatchHeads(config.hidden_size) for _ in range(2))
     scenes = [item.scene for item in draw_questions(pool, seed=seed, split="train", stage=1)]
     pixels, digits, colours = scene_batch(scenes, f"pretrain {seed}", processor)
@@ -132,7 +165,8 @@ def train_encoder(steps: int, batch_size: int, lr: float, pool: int, seed: int) 
     start = time.perf_counter()
     for step in range(steps):
         rows = torch.randint(len(scenes), (batch_size,), generator=order)
-        hidden = model(pixels[rows], output_hidden_states=True).hidden_states
+        batch = deform(pixels[rows].float(), order) if deformed else pixels[rows].float()
+        hidden = model(batch, output_hidden_states=True).hidden_states
         loss = torch.zeros(())
         for layer, head in zip((-1, -2), heads):
             digit_logits, colour_logits = head(hidden[layer])
@@ -154,7 +188,7 @@ def test_encoder(model: SiglipVisionModel, heads: nn.ModuleList, processor: Sigl
     """Accuracies on test scenes, a quarter counting as right if the mean of its patches' votes is; and token norms."""
     scenes = [item.scene for item in draw_questions(1000, seed=1, split="test", stage=1)]
     pixels, digits, colours = scene_batch(scenes, "test", processor)
-    hidden = model(pixels, output_hidden_states=True).hidden_states
+    hidden = model(pixels.float(), output_hidden_states=True).hidden_states
     figures = {}
     cells = torch.tensor(cell_of_patch())
     for layer, head in zip((-1, -2), heads):
@@ -198,6 +232,15 @@ def raster_reading(scene: Scene, rng: Random) -> str:
     return " ".join(words)
 
 
+INVENTORY = "Which digits are there?"
+
+
+def inventory_of(scene: Scene) -> str:
+    """Yes or no for each of the ten digits: dense practice for "Is there a 7?"."""
+    values = {digit.value for digit in scene if digit}
+    return "; ".join(f"{digit} {'yes' if digit in values else 'no'}" for digit in range(10))
+
+
 def chat_text(item: SceneQuestion, rng: Random, raster: bool) -> tuple[str, str]:
     """Prompt and answer of one exchange, in ChatML."""
     description = raster_reading(item.scene, rng) if raster else caption_of(item.scene)
@@ -205,12 +248,20 @@ def chat_text(item: SceneQuestion, rng: Random, raster: bool) -> tuple[str, str]
     return prompt, f"{item.answer}{TURN_END}\n"
 
 
-def corpus(count: int, seed: int, captions: float = 0.4) -> list[tuple[str, str]]:
-    """Exchanges: questions of all kinds, and a share of captions, about raster readings (80%) and captions (20%)."""
+def corpus(count: int, seed: int, inventories: bool) -> list[tuple[str, str]]:
+    """Exchanges: 60% questions and 40% captions; with inventories 45%, 15% more of "exists", 20% captions, 20% inventories.
+
+    Captions are written from raster readings; the rest is asked about raster readings (80%) and captions (20%).
+    """
     rng = Random(f"corpus {seed}")
-    asked = draw_questions(round(count * (1 - captions)), seed=seed + 1000, text_only_share=0)
-    described = draw_questions(count - len(asked), seed=seed + 1000, stage=1)
-    items = asked + described
+    exists, captions, listed = [round(count * share) for share in ((0.15, 0.2, 0.2) if inventories else (0, 0.4, 0))]
+    items = draw_questions(count - exists - captions - listed, seed=seed + 1000, text_only_share=0)
+    items += draw_questions(exists, seed=seed + 1001, text_only_share=0, kinds=("exists",))
+    items += draw_questions(captions, seed=seed + 1000, stage=1)
+    items += [
+        SceneQuestion(item.scene, "inventory", INVENTORY, inventory_of(item.scene))
+        for item in draw_questions(listed, seed=seed + 1002, text_only_share=0)
+    ]
     rng.shuffle(items)
     return [chat_text(item, rng, raster=item.kind == "caption" or rng.random() < 0.8) for item in items]
 
@@ -240,11 +291,16 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def train_language(steps: int, batch_size: int, lr: float, seed: int) -> tuple[LlamaForCausalLM, object, dict]:
+def train_language(
+    steps: int, batch_size: int, lr: float, seed: int, init: Path | None, inventories: bool
+) -> tuple[LlamaForCausalLM, object, dict]:
     """Train the tokenizer and the language model on descriptions, questions and answers."""
     torch.manual_seed(seed)
-    texts = corpus(steps * batch_size, seed)
-    tokenizer = train_tokenizer([prompt + answer for prompt, answer in texts[:5000]])
+    texts = corpus(steps * batch_size, seed, inventories)
+    if init:
+        tokenizer = AutoTokenizer.from_pretrained(init)
+    else:
+        tokenizer = train_tokenizer([prompt + answer for prompt, answer in texts[:5000]])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -258,9 +314,10 @@ def train_language(steps: int, batch_size: int, lr: float, seed: int) -> tuple[L
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM.from_pretrained(init).float() if init else LlamaForCausalLM(config)
     embedding = model.get_input_embeddings()
-    nn.init.normal_(embedding.weight, std=TEXT_NORM / math.sqrt(config.hidden_size))
+    if not init:
+        nn.init.normal_(embedding.weight, std=TEXT_NORM / math.sqrt(config.hidden_size))
     others = [p for p in model.parameters() if p is not embedding.weight]
     # Small steps for the embeddings keep their norms near where they start, as in large models.
     groups = [{"params": others, "lr": lr, "weight_decay": 0.01}, {"params": [embedding.weight], "lr": lr / 10}]
@@ -284,6 +341,8 @@ def train_language(steps: int, batch_size: int, lr: float, seed: int) -> tuple[L
         scheduler.step()
         answers = losses[weights == 1].mean().item()
         report("language", step, steps, answers, start)
+        if (step + 1) % max(steps // 8, 1) == 0:
+            print("language: accuracy about raster readings", test_language(model, tokenizer, True), flush=True)
     figures = {"steps": steps, "batch_size": batch_size, "seconds": time.perf_counter() - start}
     model.eval()
     for raster in (True, False):
@@ -346,8 +405,20 @@ def save(model: nn.Module, folder: Path, *others) -> None:
     """Save as float16 safetensors, with what else the folder needs."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(folder)
+    if isinstance(model, SiglipVisionModel):
+        # The parameter names of published SigLIP checkpoints, which transformers 4 and 5 both load.
+        weights = load_file(folder / "model.safetensors")
+        weights = {f"vision_model.{name.removeprefix('vision_model.')}": weight for name, weight in weights.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for other in others:
         other.save_pretrained(folder)
+    tokenizer_config = folder / "tokenizer_config.json"
+    if tokenizer_config.is_file():
+        # transformers 4 knows neither the class name nor the list of tokens that transformers 5 writes.
+        settings = json.loads(tokenizer_config.read_text())
+        settings = {key: settings[key] for key in settings if key not in ("backend", "extra_special_tokens")}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        tokenizer_config.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def main() -> None:
@@ -355,14 +426,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("vision", "language", "both"), default="both")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for vision/ and language/")
+    parser.add_argument("--init", type=Path, help="folder of backbones to train further, instead of random weights")
     parser.add_argument("--result", type=Path, default=RESULT, help="JSON file for the measured figures")
     parser.add_argument("--seed", type=int, default=0)
+    boolean = argparse.BooleanOptionalAction
+    parser.add_argument("--deform", action=boolean, default=True, help="deform the training pictures")
+    parser.add_argument("--inventories", action=boolean, default=True, help="train on inventories of digits, too")
     parser.add_argument("--vision-steps", type=int, default=2500)
     parser.add_argument("--vision-batch", type=int, default=96)
     parser.add_argument("--vision-pool", type=int, default=20_000, help="number of different training pictures")
     parser.add_argument("--language-steps", type=int, default=3000)
     parser.add_argument("--language-batch", type=int, default=64)
     args = parser.parse_args()
+
+    def init(part: str) -> Path | None:
+        return args.init / part if args.init else None
+
     figures = json.loads(args.result.read_text()) if args.result.is_file() else {}
     figures["machine"] = {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     figures["versions"] = {
@@ -371,14 +450,25 @@ def main() -> None:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
     }
-    if args.part in ("vision", "both"):
-        model, measured = train_encoder(args.vision_steps, args.vision_batch, 1e-3, args.vision_pool, args.seed)
-        figures["vision"] = measured
-        save(model, args.out / "vision", image_processor())
-    if args.part in ("language", "both"):
-        model, tokenizer, measured = train_language(args.language_steps, args.language_batch, 1e-3, args.seed)
-        figures["language"] = measured
-        save(model, args.out / "language", tokenizer)
+    for part in ("vision", "language"):
+        if args.part not in (part, "both"):
+            continue
+        if part == "vision":
+            pool, batch = args.vision_pool, args.vision_batch
+            model, measured = train_encoder(args.vision_steps, batch, 1e-3, pool, args.seed, init(part), args.deform)
+            save(model, args.out / part, image_processor())
+        else:
+            steps, batch = args.language_steps, args.language_batch
+            model, tokenizer, measured = train_language(steps, batch, 1e-3, args.seed, init(part), args.inventories)
+            save(model, args.out / part, tokenizer)
+        row = {"case": part, "phase": 1, "seed": args.seed}
+        rows = figures.setdefault("rows", [])
+        if args.init:
+            row["phase"] += sum(other["case"] == part for other in rows)
+        else:
+            rows[:] = [other for other in rows if other["case"] != part]
+        rows.append(row | {key: measured.pop(key) for key in ("steps", "batch_size", "seconds")})
+        figures[part] = measured
     args.result.parent.mkdir(parents=True, exist_ok=True)
     args.result.write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))
