@@ -104,18 +104,20 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
             black = answer_rows(model, processor, [_blackened(row) for row in held_out], progress=advance)
         accuracy, by_kind = exact_match(held_out, answers)
         accuracy_black, black_by_kind = exact_match(held_out, black)
-        chance = chance_accuracy(held_out)
+        scores = {
+            "accuracy": accuracy,
+            "accuracy_black_image": accuracy_black,
+            "chance": chance_accuracy(held_out),
+        }
 
     with phase("export", "6  Export, and load the export in a process without normalign"):
-        folder = export(out / "stage2", out / "export")
+        folder = export(out / "stage2", out / "export", results=scores)
         _save_pictures(out / "pictures", pictures)
         reload = _reload(folder, model, processor, out / "pictures", held_out[: len(pictures)])
         console.print(f"logits bit-equal; `pipeline` gives the same {len(reload['answers'])} answers")
 
     results = {
-        "accuracy": accuracy,
-        "accuracy_black_image": accuracy_black,
-        "chance": chance,
+        **scores,
         "seconds": round(time.perf_counter() - start, 1),
         "text_norm": T,
         "visual_norm_before": interface["projector"]["mean"],
