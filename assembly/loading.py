@@ -14,12 +14,14 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import cached_file, logging
@@ -307,6 +309,17 @@ def load_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerB
             f"tokenizer.model) beside the weights."
         )
     return tokenizer
+
+
+def load_processor(source: str | Path) -> ProcessorMixin:
+    """The processor of a whole model (folder or Hub id); no code of the repository is run.
+
+    Raises:
+        NormalignError: it is missing or incomplete.
+    """
+    # transformers 5 warns of our model type, because a processor's loader reads the config without its code
+    with quiet_transformers(), explained("The processor of the model", str(source)):
+        return AutoProcessor.from_pretrained(source, trust_remote_code=False)
 
 
 def load_generation_config(model: PreTrainedModel) -> GenerationConfig:

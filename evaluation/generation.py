@@ -25,14 +25,14 @@ def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedM
         NormalignError: there is no such model, or it is not a vision-language model that transformers knows.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
+    from ..assembly.loading import load_processor, locate
+    from ..assembly.pairing import check_pair
     from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
     from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
-    source = str(model)
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise NormalignError(f"'{source}' has no config.json, so it is no model folder. Give a folder or a Hub id.")
+    source = locate("The model", str(model))
     if dtype is None:
         dtype = "auto" if torch.cuda.is_available() else torch.float32
     try:
@@ -42,11 +42,13 @@ def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedM
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             loaded = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
-        processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise NormalignError(
             f"'{source}' cannot be loaded as a vision-language model: {' '.join(str(error).split())}"
         ) from error
+    processor = load_processor(source)
+    if loaded.config.model_type == NormAlignLlavaConfig.model_type:
+        check_pair(loaded, processor)
     if torch.cuda.is_available():
         loaded = loaded.to("cuda")
     return loaded.eval(), processor

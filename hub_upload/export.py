@@ -16,9 +16,8 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from PIL import Image
-from transformers import AutoProcessor
-from transformers.utils import logging
 
+from ..assembly.loading import load_processor
 from ..configuration.errors import NormalignError
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .model_card import CARD_MARK, model_card, model_facts
@@ -151,22 +150,7 @@ def _load_source(model_class: type, source: Path):
         model = model_class.from_pretrained(source, dtype="auto").eval()
     except (ValueError, RuntimeError, OSError) as error:
         raise NormalignError(f"The model in {source} cannot be loaded: {error}") from error
-    return model, _load_processor(source)
-
-
-def _load_processor(folder: Path):
-    verbosity = logging.get_verbosity()
-    # transformers 5 warns of the model type here, because it is told not to run the folder's code for a processor
-    logging.set_verbosity_error()
-    try:
-        return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise NormalignError(
-            f"The processor in {folder} cannot be loaded, and a model without one cannot be used: {error} Save the "
-            f"processor that the model was trained with into that folder."
-        ) from error
-    finally:
-        logging.set_verbosity(verbosity)
+    return model, load_processor(source)
 
 
 # --- where it goes
@@ -326,7 +310,7 @@ def _check_weights(model_class: type, folder: Path, expected: torch.Tensor) -> N
     problems = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if problems:
         raise NormalignError(f"The weights of the export do not fit its config: {problems}.")
-    reloaded = _load_processor(folder)
+    reloaded = load_processor(folder)
     logits = _logits(model.eval(), _sample_inputs(model, reloaded))
     if not torch.equal(logits, expected):
         difference = (

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoProcessor, ProcessorMixin, set_seed
+from transformers import ProcessorMixin, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..assembly.loading import load_processor
 from ..configuration.errors import NormalignError
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -105,14 +105,7 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
                 f"The recipe's arm {recipe.arm!r} means aligned_norm.{key}: {value!r}, but the model in {start} has "
                 f"{settings[key]!r}. A model keeps the arm it was composed with."
             )
-    try:
-        with _without_warnings():
-            return model, AutoProcessor.from_pretrained(start, trust_remote_code=False)
-    except OSError as error:
-        raise NormalignError(
-            f"{start} has no complete processor (image processor, tokenizer, chat template): {error} Save the processor "
-            f"beside the model with processor.save_pretrained."
-        ) from error
+    return model, load_processor(start)
 
 
 def check_processor(processor: Any) -> None:
@@ -256,17 +249,6 @@ def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
     if trainer.is_world_process_zero():
         (Path(output_dir) / "training_args.bin").unlink(missing_ok=True)
     return Path(output_dir)
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Keeps back transformers' warning that a tokenizer's loader has read our config as a plain one."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def _print_table(model: nn.Module, recipe: Recipe) -> None:

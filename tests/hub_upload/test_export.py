@@ -283,7 +283,7 @@ def test_a_model_that_is_nowhere_is_named(tmp_path):
 @pytest.mark.both_generations
 def test_a_checkpoint_without_processor_is_refused(model, tmp_path):
     model.save_pretrained(tmp_path / "checkpoint")
-    with pytest.raises(NormalignError, match="The processor in .* cannot be loaded"):
+    with pytest.raises(NormalignError, match="The processor of the model .* could not be loaded"):
         export(tmp_path / "checkpoint", tmp_path / "out")
 
 
