@@ -1,7 +1,7 @@
 """The pages in docs/: their Python examples run, their links lead somewhere, their tables come from result files."""
 
-import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,18 +9,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = sorted((CHECKOUT / "docs").glob("*.md"))
-
-
-def table_of(result_file: Path) -> str:
-    """The table that a page shows of a benchmark's result file."""
-    result = json.loads(result_file.read_text(encoding="utf-8"))
-    lines = ["| case | median | time against the first | memory against the first |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        milliseconds = f"{row['seconds_median'] * 1e3:.1f} ms"
-        lines.append(f"| {row['case']} | {milliseconds} | {row['ratio']:.2f}x | {row['memory_ratio']:.2f}x |")
-    versions, machine = result["versions"], result["machine"]
-    lines += ["", f"torch {versions['torch']}, {machine['torch_threads']} threads, {machine['system']}."]
-    return "\n".join(lines)
+TABLES = runpy.run_path(str(CHECKOUT / "benchmarks" / "docs_tables.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -39,9 +28,9 @@ def test_local_links_of_the_page_lead_somewhere(page):
 
 def test_tables_of_benchmarks_are_those_of_the_result_files():
     found = 0
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for name, shown in re.findall(r"<!-- table: (\S+) -->\n(.*?)<!-- end of table -->", text, re.DOTALL):
-            assert shown.strip() == table_of(CHECKOUT / name), f"{page.name} differs from {name}"
+    for page in TABLES["PAGES"]:
+        for _, name, shown, _ in TABLES["MARKED"].findall(page.read_text(encoding="utf-8")):
+            expected = TABLES["table_of"](CHECKOUT / name)
+            assert shown.strip() == expected, f"{page.name} differs from {name}: run benchmarks/docs_tables.py"
             found += 1
     assert found
