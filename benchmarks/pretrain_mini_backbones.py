@@ -7,12 +7,14 @@ the digit and the colour in its quarter. The language model learns from text alo
 a scene, a question about it and the answer, in ChatML. A description is either a caption or a raster reading, which says
 for each patch of the picture, row by row, one word that is true there. Neither has seen the other.
 
-The shipped weights were made in two phases each, on one thread of a CPU that other work shared:
+The shipped weights were made in a few phases, on one thread of a CPU that other work shared:
 
     program=benchmarks/pretrain_mini_backbones.py
     python $program --part vision --no-deform --vision-steps 1200 --out runs/first
     python $program --part language --no-inventories --language-steps 2000 --out runs/first
-    python $program --part vision --init runs/first --seed 1 --vision-steps 1000 --vision-batch 64 --vision-pool 30000
+    more="--vision-batch 64 --vision-pool 30000"
+    python $program --part vision --init runs/first --seed 1 --vision-steps 1000 $more --out runs/second
+    python $program --part vision --init runs/second --seed 2 --vision-steps 1400 $more
     python $program --part language --init runs/first --seed 5 --language-steps 720
 """
 
