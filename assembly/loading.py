@@ -130,10 +130,13 @@ def locate(what: str, name: str) -> str:
 
 
 def public_name(name: str) -> str:
-    """The Hub id behind `name`, or a folder's own name without the path, which is of no use on another machine."""
+    """The Hub id behind `name`, the preset that ships with us, or a folder's name without the path, which is of no use on
+    another machine."""
     source = resolve_backbone(str(name))
     folder = Path(source).expanduser()
-    return folder.resolve().name if source and folder.is_dir() else source
+    if not source or not folder.is_dir():
+        return source
+    return str(name) if source != str(name) else folder.resolve().name
 
 
 def load_vision_encoder(

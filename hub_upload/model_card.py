@@ -138,9 +138,16 @@ def result_rows(results: dict | None) -> list[dict]:
             rows.append({"name": "average", "metric": "", "score": _figure(results["average"]), "n": "", "note": ""})
         return rows
     if "accuracy" in results:
+        n = results.get("questions", "")
         rows = {label: results[key] for key, label in _DEMO_ROWS.items() if results.get(key) is not None}
         return [
-            {"name": f"built-in digit scenes: {label}", "metric": "accuracy", "score": _figure(v), "n": "", "note": ""}
+            {
+                "name": f"built-in digit scenes: {label}",
+                "metric": "exact match",
+                "score": _figure(v),
+                "n": n,
+                "note": "",
+            }
             for label, v in rows.items()
         ]
     raise ValueError(

@@ -42,8 +42,10 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
     # heavy imports here, so that `normalign --help` stays quick
     import torch
     from rich.console import Console
+    from transformers.utils import logging
 
     from .assembly import compose
+    from .assembly.loading import quiet_transformers
     from .evaluation.generation import answer_rows, exact_match, load_model
     from .hub_upload import export
     from .inspection import inspect_model
@@ -51,6 +53,8 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
     from .train_trl.digit_scenes import chance_accuracy, digit_scene_rows
 
     console = Console()
+    # bars of a fraction of a second would bury the ones that matter
+    logging.disable_progress_bar()
     out = _empty_folder(Path(out))
     start = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -69,7 +73,8 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
 
     with phase("compose", "1  Compose: mini vision encoder + mini language model"):
         # the two stages ask for the arm aligned_gwc, which is the default block of the config
-        model, processor = compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)
+        with quiet_transformers():  # it says that torchvision is not there; the images are resized by Pillow
+            model, processor = compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)
         model.save_pretrained(out / "composed")
         processor.save_pretrained(out / "composed")
 
@@ -105,6 +110,7 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         accuracy, by_kind = exact_match(held_out, answers)
         accuracy_black, black_by_kind = exact_match(held_out, black)
         scores = {
+            "questions": questions,
             "accuracy": accuracy,
             "accuracy_black_image": accuracy_black,
             "chance": chance_accuracy(held_out),
@@ -123,7 +129,6 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         "visual_norm_before": interface["projector"]["mean"],
         "visual_norm_after": interface["inserted"]["mean"],
         "export": str(folder),
-        "questions": questions,
         "accuracy_by_kind": by_kind,
         "accuracy_black_image_by_kind": black_by_kind,
         "vision_encoder_norm": interface["vision_encoder"]["mean"],

@@ -88,7 +88,9 @@ def training_table(model: nn.Module, learning_rate: float, title: str) -> Table:
             f"gain {norm.weight.detach().abs().mean().item():.4g}, "
             f"GWC {f'on, mu {norm.mu.item():.4g}' if norm.gwc else 'off'}"
         )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left", min_width=len(caption) + 1
+    )
     for column, justify in (("part", "left"), ("", "left"), ("parameters", "right"), ("learning rate", "right")):
         table.add_column(column, justify=justify)
     for part, parameters in parameters_by_part(model).items():
