@@ -95,7 +95,7 @@ def find_parts(model: nn.Module) -> Parts:
         model=model,
         vision_encoder=vision_encoder,
         projector=projector,
-        aligned_norm=getattr(projector, "aligned_norm", None),
+        aligned_norm=_aligned_norm(projector),
         decoder=decoder,
         layers=layers,
         embeddings=embeddings,
@@ -170,6 +170,12 @@ def _beside(module: nn.Module, known: set[int]) -> Iterator[tuple[str, nn.Module
             yield from _beside(child, known)
         elif any(True for _ in child.parameters()):
             yield name, child
+
+
+def _aligned_norm(projector: nn.Module | None) -> nn.Module | None:
+    """The projector's aligned norm; kind `none` has an identity in its place, which is not one."""
+    norm = getattr(projector, "aligned_norm", None)
+    return norm if hasattr(norm, "gwc") else None
 
 
 def _not_found(model: nn.Module, vision_encoder: nn.Module | None, projector: nn.Module | None) -> list[str]:
