@@ -31,7 +31,14 @@ def build_inputs(
     options: dict[str, Any] = {"padding": True} if len(samples) > 1 else {}
     if getattr(processor, "chat_template", None):
         options["add_special_tokens"] = False  # the template has written them
-    inputs = processor(text=prompts, images=images if any(images) else None, return_tensors="pt", **options)
+    try:
+        inputs = processor(text=prompts, images=images if any(images) else None, return_tensors="pt", **options)
+    except ValueError:
+        if any(images):
+            raise
+        # PaliGemma's processor takes no prompt without an image; the tokenizer does
+        inputs = processor.tokenizer(prompts, return_tensors="pt", return_token_type_ids=False, **options)
+    inputs.pop("labels", None)  # PaliGemma's processor makes some, and the model would compute a loss
     inputs = inputs.to(model.device)
     for name, value in inputs.items():
         if torch.is_tensor(value) and value.is_floating_point():

@@ -9,7 +9,7 @@ import torch
 
 from ..configuration.errors import NormalignError
 from .inputs import build_inputs, modality_masks
-from .parts import find_parts
+from .parts import Parts, find_parts
 from .record import record_norms
 
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 DEFAULT_PROMPT = "Describe the image."
+# called with what is being measured, how many samples are done, and of how many
+Progress = Callable[[str, int, int], None]
+Sample = tuple[str, "list[Image.Image]"]
 
 
 def inspect_model(
@@ -33,7 +36,7 @@ def inspect_model(
     controls: bool = False,
     gradients: bool = False,
     answers: Sequence[str] | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> NormReport:
     """Measures one forward pass for each image (with prompt i, the only prompt, or a plain one).
 
@@ -43,11 +46,13 @@ def inspect_model(
 
     Args:
         images: one image for each prompt, or a list of images for a prompt about several.
-        attention: also measure attention from text to visual tokens; slower, with memory for one layer's full map.
-        controls: also compare the next-token distribution with those for a black, no, and another image.
-        gradients: also run one backward pass on `answers`, with GWC on and off.
+        attention: also measure attention from text to visual tokens: one more pass, with eager attention.
+        controls: also compare the next-token distribution with those for a black, no, and another image, and for
+            shuffled visual tokens.
+        gradients: also run a backward pass on `answers`, with GWC on and off.
         answers: what the model should say to each prompt; needed for `gradients`.
-        progress: called with the number of samples just measured.
+        progress: called as `progress("norms", 3, 8)` after each sample; the other stages are "attention", "controls"
+            and "gradients".
 
     Raises:
         NormalignError: no image, a number of prompts or answers that does not fit, or a part of the model that is
@@ -61,31 +66,33 @@ def inspect_model(
     samples = _samples(images, prompts)
     if gradients and (answers is None or len(answers) != len(samples)):
         got = "none" if answers is None else len(answers)
-        raise NormalignError(f"Gradients need one answer for each image: got {got} for {len(samples)} images.")
+        raise NormalignError(f"Gradients need one answer for each prompt: got {got} for {len(samples)} prompts.")
     parts = find_parts(model)
     was_training = model.training
     model.eval()
     try:
-        data, by_layer = _measure(model, processor, samples, attention, progress)
+        data = _norms(model, processor, parts, samples, progress)
+        if attention:
+            _add_attention(data, model, processor, parts, samples, progress)
         if controls:
             from .controls import control_effects
 
-            data["controls"] = control_effects(model, processor, parts, samples)
+            step = _step(progress, "controls", len(samples))
+            data["controls"] = control_effects(model, processor, parts, samples, progress=step)
         if gradients:
             from .gradients import gradient_report
 
-            data["gradients"] = gradient_report(model, processor, parts, samples, list(answers))
+            passes = len(samples) * (1 if parts.aligned_norm is None else 2)
+            step = _step(progress, "gradients", passes)
+            data["gradients"] = gradient_report(model, processor, parts, samples, list(answers), progress=step)
     finally:
         model.train(was_training)
-    for layer, figures in zip(data["layers"], by_layer):
-        layer["attention"] = figures
+    data["not_found"] = list(parts.not_found)
     data["verdict"], data["verdict_figures"] = verdict(data, parts.hidden_size)
     return NormReport(data)
 
 
-def _samples(
-    images: Sequence[Image.Image | list[Image.Image]], prompts: Sequence[str] | None
-) -> list[tuple[str, list[Image.Image]]]:
+def _samples(images: Sequence[Image.Image | list[Image.Image]], prompts: Sequence[str] | None) -> list[Sample]:
     """Each prompt with its images."""
     if not images:
         raise NormalignError("There is nothing to inspect: give at least one image.")
@@ -93,34 +100,32 @@ def _samples(
     if len(prompts) not in (1, len(images)):
         raise NormalignError(f"Give one prompt, or one for each image: got {len(prompts)} for {len(images)} images.")
     prompts = prompts * len(images) if len(prompts) == 1 else prompts
-    return [
-        (prompt, list(some) if isinstance(some, (list, tuple)) else [some]) for prompt, some in zip(prompts, images)
-    ]
+    groups = [list(some) if isinstance(some, (list, tuple)) else [some] for some in images]
+    return list(zip(prompts, groups))
 
 
-def _measure(
-    model: PreTrainedModel,
-    processor: ProcessorMixin,
-    samples: list[tuple[str, list[Image.Image]]],
-    attention: bool,
-    progress: Callable[[int], None] | None,
-) -> tuple[dict[str, Any], list[dict[str, float] | None]]:
-    """The report's data but for controls, gradients and verdict, and the attention of each layer."""
-    parts = find_parts(model)
-    maps = []
-    with record_norms(model) as recorder:
+def _step(progress: Progress | None, stage: str, total: int) -> Callable[[int], None]:
+    """Counts what is done of a stage and passes it on."""
+    done = 0
+
+    def step(count: int = 1) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(stage, done, total)
+
+    return step
+
+
+def _norms(
+    model: PreTrainedModel, processor: ProcessorMixin, parts: Parts, samples: list[Sample], progress: Progress | None
+) -> dict[str, Any]:
+    """The report of what hooks record while each sample passes through the model."""
+    step = _step(progress, "norms", len(samples))
+    with record_norms(model, parts) as recorder, torch.inference_mode():
         for sample in samples:
-            inputs = build_inputs(model, processor, [sample])
-            with torch.inference_mode():
-                model(**inputs, use_cache=False)
-            if progress:
-                progress(1)
-    if attention:
-        from .attention import attention_by_layer
-
-        for sample in samples:
-            inputs = build_inputs(model, processor, [sample])
-            maps.append(attention_by_layer(model, parts, inputs, modality_masks(parts, inputs)))
+            model(**build_inputs(model, processor, [sample]), use_cache=False)
+            step()
     data = {
         "schema": SCHEMA,
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
@@ -130,14 +135,29 @@ def _measure(
         "controls": None,
         "gradients": None,
     }
-    return data, _mean_of_layers(maps, len(parts.layers))
+    for layer in data["layers"]:
+        layer["attention"] = None
+    return data
 
 
-def _mean_of_layers(maps: list[list[dict[str, float]]], layers: int) -> list[dict[str, float] | None]:
-    """For each layer the mean over samples of each figure; None where attention was not measured."""
-    if not maps:
-        return [None] * layers
-    return [
-        {name: sum(sample[index][name] for sample in maps) / len(maps) for name in maps[0][index]}
-        for index in range(layers)
-    ]
+def _add_attention(
+    data: dict[str, Any],
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    parts: Parts,
+    samples: list[Sample],
+    progress: Progress | None,
+) -> None:
+    """Puts the attention of each layer beside its norms."""
+    from .attention import attention_over_batches
+
+    step = _step(progress, "attention", len(samples))
+
+    def batches():
+        for sample in samples:
+            inputs = build_inputs(model, processor, [sample])
+            yield inputs, modality_masks(parts, inputs)
+            step()
+
+    for layer, figures in zip(data["layers"], attention_over_batches(model, parts, batches())):
+        layer["attention"] = figures

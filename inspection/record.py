@@ -175,7 +175,7 @@ class NormRecorder:
 
 
 @contextmanager
-def record_norms(model: nn.Module) -> Iterator[NormRecorder]:
+def record_norms(model: nn.Module, parts: Parts | None = None) -> Iterator[NormRecorder]:
     """Records every forward pass of the model inside the `with` block; its hooks are removed at the end, come what may.
 
         with record_norms(model) as recorder:
@@ -184,10 +184,13 @@ def record_norms(model: nn.Module) -> Iterator[NormRecorder]:
 
     Works in training too: gradients are left alone, and layers that checkpointing runs again are not counted twice.
 
+    Args:
+        parts: the model's parts, where they are known already.
+
     Raises:
         NormalignError: a part that is needed cannot be found (see `find_parts`).
     """
-    recorder = NormRecorder(find_parts(model), model)
+    recorder = NormRecorder(parts or find_parts(model), model)
     try:
         recorder.attach()
         yield recorder
