@@ -54,7 +54,7 @@ _STYLE = {
     "hatch.linewidth": 0.5,
     "svg.hashsalt": "normalign",
 }
-_SIZE = (5.2, 3.4)
+_SIZE = (4.6, 3.1)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class Panel:
     caption: str
     measured: Callable[[dict[str, Any]], bool]
     draw: Callable[[Axes, Reports], None]
+    alone: str = ""  # what the caption adds where one report is drawn, not two
+
+    def caption_for(self, reports: int) -> str:
+        """The caption of a figure that shows so many reports."""
+        return f"{self.caption} {self.alone}".strip() if reports == 1 else self.caption
 
 
 def measured_panels(reports: Reports) -> list[str]:
@@ -97,7 +102,7 @@ def draw_panels(names: Sequence[str], reports: Reports, columns: int = 3) -> Fig
     columns = min(columns, len(names))
     rows = math.ceil(len(names) / columns)
     with _style():
-        figure = Figure(figsize=(columns * _SIZE[0] * 0.85, rows * _SIZE[1] * 0.85), layout="constrained")
+        figure = Figure(figsize=(columns * _SIZE[0], rows * _SIZE[1]), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, name in zip(grid, names):
             _draw(axes, name, reports)
@@ -361,10 +366,11 @@ PANELS: dict[str, Panel] = {
     ),
     "turns": Panel(
         "Turn made by each layer",
-        "Angle between a token before and after the layer. Crosses: the same by the formula from |dh|, |h| and the angle "
-        "between them. Dotted: the turn if the update stood at a right angle to the token.",
+        "Angle between a token before and after the layer.",
         _has("angle_mean_rad"),
         _turns,
+        "Crosses: the same by the formula from |dh|, |h| and the angle between them. Dotted: the turn if the update stood "
+        "at a right angle to the token.",
     ),
     "cosine_prev": Panel(
         "Cosine to the previous layer",

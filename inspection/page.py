@@ -39,30 +39,28 @@ def render_page(reports: dict[str, dict[str, Any]], figures: dict[str, Figure]) 
         reports=reports,
         pairs=figure_pairs(reports) if len(reports) == 2 else None,
         sections={
-            section: (words, [_embedded(name, figures[name]) for name in names if name in figures])
+            section: (words, [_embedded(name, figures[name], len(reports)) for name in names if name in figures])
             for section, (words, names) in _SECTIONS.items()
             if set(names) & set(figures)
         },
         layer_tables={label: _layer_table(data) for label, data in reports.items()},
-        quantiles={label: _all_have(data, "quantiles") for label, data in reports.items()},
-        counts={label: _all_have(data, "count") for label, data in reports.items()},
+        quantiles={
+            label: all(part.get("quantiles") for part in schema.interface(data).values())
+            for label, data in reports.items()
+        },
         schema=schema,
     )
 
 
-def _embedded(name: str, figure: Figure) -> dict[str, str]:
+def _embedded(name: str, figure: Figure, reports: int) -> dict[str, str]:
     from .figures import PANELS, svg
 
     picture = base64.b64encode(svg(figure).encode()).decode()
     return {
         "title": PANELS[name].title,
-        "caption": PANELS[name].caption,
+        "caption": PANELS[name].caption_for(reports),
         "source": f"data:image/svg+xml;base64,{picture}",
     }
-
-
-def _all_have(data: dict[str, Any], figure: str) -> bool:
-    return all(part.get(figure) for part in schema.interface(data).values())
 
 
 def _layer_table(data: dict[str, Any]) -> dict[str, Any]:
