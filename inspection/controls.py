@@ -73,27 +73,19 @@ def control_effects(
         `black` (the images painted black), `none` (the prompt alone) and `other` (the images of the next sample that
         has different ones; None where there is no such sample), each with `kl_mean` (nats) and `top1_changed` (share);
         and `position_sensitivity_index` with the number of `shuffles` besides: the visual tokens exchanged among their
-        places behind the projector, so that all that is seen is the same, but not where. What cannot be measured is
-        None and explained in `parts.not_found`: `none` where a processor insists on an image (PaliGemma), the index where
-        the language model is not handed embedded tokens.
+        places behind the projector, so that all that is seen is the same, but not where. It is None, with the
+        reason in `parts.not_found`, where the language model is not handed embedded tokens.
 
     Source: the Position Sensitivity Index is that of arXiv 2503.17349, there measured in lost accuracy.
     """
     effects = {name: Effect() for name in CONTROLS}
     moved = Effect()
-    refused: Exception | None = None
     generator = torch.Generator().manual_seed(seed)
     for index, (prompt, images) in enumerate(samples):
         inputs = build_inputs(model, processor, [(prompt, images)])
         real = next_token_logits(model, inputs)
         for name, others in _controls(samples, index).items():
-            try:
-                control = build_inputs(model, processor, [(prompt, others)])
-            except (ValueError, TypeError, AttributeError, IndexError) as error:
-                if others:
-                    raise
-                refused = error
-                continue
+            control = build_inputs(model, processor, [(prompt, others)])
             effects[name].add(real, next_token_logits(model, control))
         visual = inputs["input_ids"] == parts.image_token_id
         for _ in range(shuffles):
@@ -103,10 +95,6 @@ def control_effects(
                 moved.add(real, logits)
         if progress:
             progress(1)
-    if refused:
-        parts.not_found.append(
-            f"The control without an image was not measured: {type(processor).__name__} says: {refused}"
-        )
     index = moved.to_dict()
     if index is None and shuffles:
         parts.not_found.append(

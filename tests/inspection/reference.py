@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -69,4 +70,26 @@ def norm_figures(norms: torch.Tensor) -> dict:
         "std": ordered.std(correction=0).item(),
         "count": len(ordered),
         "quantiles": {q: ordered[rank].item() for q, rank in ranks.items()},
+    }
+
+
+def attention_means(maps: torch.Tensor, visual: torch.Tensor, text: torch.Tensor) -> dict[str, float]:
+    """The report's figures of one layer from its attention maps, (batch, heads, queries, keys), by loops."""
+    masses, entropies, largest = [], [], []
+    for sample in range(len(maps)):
+        keys = visual[sample].nonzero().flatten().tolist()
+        for query in text[sample].nonzero().flatten().tolist():
+            rows = maps[sample, :, query, keys].double()
+            seen = int((rows > 0).any(dim=0).sum())
+            if not seen:
+                continue
+            largest.append(math.log(seen))
+            for row in rows.tolist():
+                masses.append(sum(row))
+                if sum(row):
+                    entropies.append(-sum(w / sum(row) * math.log(w / sum(row)) for w in row if w))
+    return {
+        "text_to_visual_mass": sum(masses) / len(masses),
+        "visual_entropy": sum(entropies) / len(entropies),
+        "visual_entropy_max": sum(largest) / len(largest),
     }

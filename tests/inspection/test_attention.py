@@ -11,27 +11,7 @@ from normalign.inspection.attention import AttentionSums, attention_by_layer, at
 from normalign.inspection.inputs import modality_masks
 from normalign.inspection.parts import find_parts
 
-
-def plain_means(maps, visual, text):
-    """Float64 loops: mean mass and entropy over heads and text queries that see a visual token, and ln of how many."""
-    masses, entropies, largest = [], [], []
-    for sample in range(len(maps)):
-        keys = visual[sample].nonzero().flatten().tolist()
-        for query in text[sample].nonzero().flatten().tolist():
-            rows = maps[sample, :, query, keys].double()
-            seen = int((rows > 0).any(dim=0).sum())
-            if not seen:
-                continue
-            largest.append(math.log(seen))
-            for row in rows.tolist():
-                masses.append(sum(row))
-                if sum(row):
-                    entropies.append(-sum(w / sum(row) * math.log(w / sum(row)) for w in row if w))
-    return {
-        "text_to_visual_mass": sum(masses) / len(masses),
-        "visual_entropy": sum(entropies) / len(entropies),
-        "visual_entropy_max": sum(largest) / len(largest),
-    }
+from .reference import attention_means
 
 
 def settings_of(model):
@@ -54,7 +34,7 @@ def test_every_layer_equals_loops_over_the_maps_in_a_padded_batch(tiny_model, ti
         maps = reference(**batch, output_attentions=True).attentions
     assert len(layers) == len(maps) == 2
     for layer, expected in zip(layers, maps):
-        assert layer == pytest.approx(plain_means(expected, masks["visual"], masks["text"]), rel=1e-6)
+        assert layer == pytest.approx(attention_means(expected, masks["visual"], masks["text"]), rel=1e-6)
         assert layer["visual_entropy"] < layer["visual_entropy_max"] == pytest.approx(math.log(4), rel=1e-6)
 
 
