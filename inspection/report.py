@@ -25,8 +25,8 @@ class NormReport:
     data: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as docs/inspection.md describes it, schema 1."""
-        return self.data
+        """The report as docs/inspection.md describes it, schema 1; None stands for what is not a finite number."""
+        return finite(self.data)
 
     def plot(self, *names: str) -> Figure:
         """All that was measured as panels of one figure, or only those named (see `figures.PANELS`).
@@ -49,7 +49,7 @@ class NormReport:
         """Writes report.json, report.html and figures/*.png into the folder, which is made; returns the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.data, folder / REPORT_FILE)
+        write_json(self.to_dict(), folder / REPORT_FILE)
         save_page_and_figures({self.label: self.data}, folder / "report.html")
         return folder
 
@@ -97,7 +97,7 @@ def save_page_and_figures(reports: dict[str, dict[str, Any]], page: Path) -> Non
 
 
 def write_json(data: dict[str, Any], path: Path) -> None:
-    """Writes JSON that every reader takes: a number that is not finite becomes null."""
+    """Writes JSON that every reader takes, which has no inf and no nan."""
     path.write_text(json.dumps(finite(data), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

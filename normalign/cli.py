@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -202,27 +202,56 @@ def inspect(
             exists=True,
             dir_okay=False,
             metavar="PATH...",
-            help="Images to look at, one or several.  [dim]default: eight built-in scenes[/]",
+            help="Images to look at, one or several.  [dim]default: eight built-in scenes with their questions[/]",
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to put beside each image.")] = None,
     out: Annotated[
-        Path | None, typer.Option(file_okay=False, metavar="DIR", help="Folder to write the report to.")
+        Path | None,
+        typer.Option(file_okay=False, metavar="DIR", help="Folder for report.json, report.html and figures."),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL2", help="A second model, or the folder of a report, to lay beside it."),
+    ] = None,
+    attention: Annotated[bool, typer.Option("--attention", help="Also attention from text to visual tokens.")] = False,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Also black, no and other images: does the model look?")
+    ] = False,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Also gradients, with GWC on and off.")] = False,
+    answer: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Answer that --gradients teaches; built-in scenes have their own."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the norms of visual and text tokens where they meet."""
+    """Measure the norms of visual and text tokens where they meet and through the layers."""
     paths = [*(images or []), *_further_images(ctx)]
-    from .evaluation.generation import load_model
-    from .inspection import inspect_model
+    if gradients and answer is None and (paths or prompt is not None):
+        raise typer.BadParameter("Gradients need an --answer to the prompt.", param_hint="'--gradients'")
+    if answer is not None and not gradients:
+        raise typer.BadParameter("Only --gradients uses an answer.", param_hint="'--answer'")
+    from .inspection import compare_reports, print_report
 
-    pictures = _images_to_inspect(paths)
     with _only_json(as_json):
-        loaded, processor = load_model(model)
-        report = inspect_model(loaded, processor, pictures, prompts=None if prompt is None else [prompt])
+        pictures, prompts, answers = _what_to_inspect(paths, prompt, answer)
+        options = {"attention": attention, "controls": controls, "gradients": gradients}
+        options |= {"prompts": prompts, "answers": answers if gradients else None}
+        result = report = _inspected(model, pictures, options)
+        if compare is not None:
+            other = _saved_report(compare) or _inspected(compare, pictures, options)
+            result = compare_reports(report, other)
         if out is not None:
             report.save(out)
-    _report(report.to_dict(), as_json)
+            if compare is not None:
+                result.save(out / "comparison")
+    if as_json:
+        _print_json(result.to_dict())
+        return
+    print_report(result)
+    if out is not None:
+        page = out / "report.html" if compare is None else out / "comparison" / "comparison.html"
+        typer.echo(f"\nThe report with its figures: {page}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -311,16 +340,64 @@ def _further_images(ctx: typer.Context) -> list[Path]:
     return paths
 
 
-def _images_to_inspect(paths: list[Path]) -> list:
-    """The images of the user, or eight scenes of the built-in data."""
+def _what_to_inspect(
+    paths: list[Path], prompt: str | None, answer: str | None
+) -> tuple[list, list | None, list | None]:
+    """Images, prompts and answers: the user's, or eight scenes of the built-in data with their questions and answers."""
     from .evaluation.generation import open_image
 
     if paths:
-        return [open_image(path) for path in paths]
-    from .train_trl.digit_scenes import digit_scene_rows
+        pictures, prompts, answers = [open_image(path) for path in paths], None, None
+    else:
+        from .train_trl.digit_scenes import digit_scene_rows
 
-    rows = digit_scene_rows(8, split="test", text_only_share=0)
-    return [image for row in rows for image in row["images"]]
+        rows = digit_scene_rows(8, split="test", text_only_share=0)
+        pictures = [image for row in rows for image in row["images"]]
+        prompts, answers = [row["question"] for row in rows], [row["answer"] for row in rows]
+    if prompt is not None:
+        prompts = [prompt]
+    if answer is not None:
+        answers = [answer] * len(pictures)
+    return pictures, prompts, answers
+
+
+def _inspected(model: str, pictures: list, options: dict[str, Any]):
+    """The report of one model, with a progress bar over the samples of each stage."""
+    from .evaluation.generation import load_model
+    from .inspection import inspect_model
+
+    loaded, processor = load_model(model)
+    with _stage_bars() as advance:
+        report = inspect_model(loaded, processor, pictures, progress=advance, **options)
+    report.data["model"] = model
+    return report
+
+
+@contextmanager
+def _stage_bars():
+    """A bar for each stage of the work, on stderr: call it with the stage's name, what is done, and of how much."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    tasks: dict[str, Any] = {}
+    columns = TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
+def _saved_report(path: str):
+    """The norm report in a folder or file, or None where the path is a model's."""
+    found = Path(path)
+    if found.suffix != ".json" and not (found / "report.json").is_file():
+        return None
+    from .inspection import NormReport
+
+    return NormReport.load(found)
 
 
 def _answer_typed_questions(model: str, images: list[str], max_new_tokens: int) -> None:
