@@ -119,11 +119,13 @@ def _embeddings(model: nn.Module) -> nn.Module | None:
 
 def _vision_encoder(model: nn.Module, config: object) -> nn.Module | None:
     """The outermost sub-model whose config is of the class of `config.vision_config`."""
+    from transformers import PreTrainedModel
+
     vision_config = getattr(config, "vision_config", None)
     if vision_config is None or isinstance(vision_config, dict):
         return None
     for module in model.modules():
-        if module is not model and type(getattr(module, "config", None)) is type(vision_config):
+        if isinstance(module, PreTrainedModel) and type(module.config) is type(vision_config):
             return module
     return None
 

@@ -10,6 +10,8 @@ import torch
 BINS_PER_OCTAVE = 256
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -24, 24
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+# Divisors are at least this, so that the product of two of them is still a normal float32.
+SMALLEST_NORM = 1e-18
 
 # What is measured of a token at a layer, in the order of `token_measures`; the names of the report's keys.
 MEASURES = (
@@ -133,16 +135,15 @@ def token_measures(before: torch.Tensor, after: torch.Tensor, first: torch.Tenso
     """
     dtype = torch.promote_types(after.dtype, torch.float32)
     before, after, first = (state.detach().to(after.device, dtype) for state in (before, after, first))
-    tiny = torch.finfo(dtype).tiny
-    norm = _norm(before).clamp(min=tiny)
+    norm = _norm(before).clamp(min=SMALLEST_NORM)
     norm_after = _norm(after)
-    safe_after = norm_after.clamp(min=tiny)
+    safe_after = norm_after.clamp(min=SMALLEST_NORM)
     work = after - before
     update = _norm(work)
     along = work.mul_(before).sum(-1) / norm  # C cos(phi)
     across = (update.square() - along.square()).clamp(min=0).sqrt()  # C sin(phi)
     torch.mul(after, first, out=work)
-    cosine_first = work.sum(-1) / (_norm(first).clamp(min=tiny) * safe_after)
+    cosine_first = work.sum(-1) / (_norm(first).clamp(min=SMALLEST_NORM) * safe_after)
     # 2 atan(|u' - u| / |u' + u|) of the unit vectors keeps its accuracy for small turns, where acos loses it
     inverse = norm.reciprocal().unsqueeze(-1)
     torch.div(after, safe_after.unsqueeze(-1), out=work)

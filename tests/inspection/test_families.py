@@ -170,19 +170,22 @@ def test_whole_inspection(family):
 
 
 def test_text_only_model_is_named_in_one_paragraph():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**_SMALL))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL))
     with pytest.raises(NormalignError, match="LlamaForCausalLM cannot be inspected.*config.image_token_id") as error:
         find_parts(model)
     assert "language model without vision" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_model_without_image_token_is_named_in_one_paragraph():
-    model, _ = FAMILIES[0].fresh()
-    model.config.image_token_index = None
-    with pytest.raises(NormalignError, match="lacks an image token .config.image_token_id.. ") as error:
-        find_parts(model)
+    """Image and text side by side, as in CLIP, where no visual token enters a language model."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        vision, transformers.LlamaConfig(**_SMALL), projection_dim=8
+    )
+    with pytest.raises(NormalignError, match="VisionTextDualEncoderModel.*lacks an image token") as error:
+        find_parts(transformers.VisionTextDualEncoderModel(config))
     assert "set config.image_token_id" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -203,7 +206,7 @@ def test_what_cannot_be_told_apart_is_null_and_explained():
     """A vision encoder that config.vision_config does not describe: tokens are measured, its own output is not."""
     llava = FAMILIES[0]
     model, processor = llava.fresh()
-    model.model.vision_tower.config = object()
+    model.model.vision_tower.config = transformers.LlamaConfig()
     inputs = build_inputs(model, processor, SAMPLES[:1])
     parts = find_parts(model)
     assert parts.vision_encoder is None and parts.projector is None
@@ -227,9 +230,9 @@ _SMALL = {
 
 
 def _features(model):
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
     def features(*args, **kwargs):
-        return BaseModelOutputWithPooling(pooler_output=[torch.randn(16, model.config.text_config.hidden_size)])
+        return transformers.modeling_outputs.BaseModelOutputWithPooling(
+            pooler_output=[torch.randn(16, model.config.text_config.hidden_size)]
+        )
 
     return features
