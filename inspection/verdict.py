@@ -11,6 +11,7 @@ GAP = 2.0  # visual tokens more than twice, or less than half, as long as text t
 FIRST_LAYER_LAG = 0.5  # in the first layer visual tokens turn less than half as far as text tokens
 LAG = 0.75  # through all layers they turn less than three quarters as far
 BLIND = 0.01  # nats by which the next token's distribution moves at most when a model hardly looks
+TINY = 1e-12
 
 
 def verdict(data: Mapping[str, Any], hidden_size: int) -> tuple[str, dict[str, Any]]:
@@ -106,62 +107,63 @@ def turns(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _ratio(a: float, b: float) -> float:
-    return a / b if b else 1.0 if not a else math.inf
+    return (a + TINY) / (b + TINY)  # 1 where nothing moves at all
 
 
 def _gap_sentence(data: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
-    enter = (
-        f"visual tokens enter the language model at {figures['ratio']:.3g} times the norm of text tokens "
-        f"({data['interface']['inserted']['mean']:.3g} against T = {figures['T']:.3g})."
+    ratio = f"{figures['ratio']:.3g}" if figures["gap"] else f"{figures['ratio']:.2f}"
+    return (
+        f"{'Norm gap' if figures['gap'] else 'No norm gap'}: visual tokens enter the language model at {ratio} times the "
+        f"norm of text tokens ({data['interface']['inserted']['mean']:.3g} against T = {figures['T']:.3g})."
     )
-    return f"Norm gap: {enter}" if figures["gap"] else f"No norm gap: {enter}"
 
 
 def _origin_sentence(data: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
-    factors = figures["factors"]
-    projector = data["interface"].get("projector")
     if data.get("aligned_norm"):
         if figures["gap"]:
             return "It arises in the aligned norm, whose gain does not fit T."
-        known = projector and not 1 / GAP <= projector["mean"] / figures["T"] <= GAP
-        return f"The aligned norm brings them there from {projector['mean']:.3g}." if known else ""
+        projector = data["interface"].get("projector")
+        aligned = projector and not 1 / GAP <= projector["mean"] / figures["T"] <= GAP
+        return f"The aligned norm brings them there from {projector['mean']:.3g}." if aligned else ""
     if not figures["gap"]:
         return ""
-    reference = "the vision encoder's norm" if factors["vision_encoder"] else "T (the vision encoder is not known)"
+    factors = figures["factors"]
     words = {
-        "vision_encoder": ("the vision encoder", "whose tokens have {:.3g} times T"),
-        "projector": ("the projector", "which hands on {:.3g} times " + reference),
-        "behind_projector": ("what stands behind the projector", "which multiplies the norm by {:.3g}"),
+        "vision_encoder": "the vision encoder ({:.3g} times T)",
+        "projector": f"the projector ({{:.3g}} times {'the encoder' if factors['vision_encoder'] else 'T'})",
+        "behind_projector": "what stands behind the projector (times {:.3g})",
     }
-    made = [f"{words[step][0]}, {words[step][1].format(factors[step])}" for step in figures["arises_in"]]
-    rest = [
-        f"{words[step][0]}, {words[step][1].format(factor)}, does not"
+    makers = [words[step].format(factors[step]) for step in figures["arises_in"]]
+    others = [
+        words[step].format(factor)
         for step, factor in factors.items()
-        if factor and step not in figures["arises_in"] and not math.isclose(factor, 1, rel_tol=0.01)
+        if factor and step not in figures["arises_in"] and (step != "behind_projector" or abs(factor - 1) > 0.05)
     ]
-    return f"It arises in {'; and in '.join(made)}{'; ' + '; '.join(rest) if rest else ''}."
+    return f"It arises in {' and in '.join(makers)}{', not in ' + ' or in '.join(others) if others else ''}."
 
 
 def _turn_sentence(turned: Mapping[str, Any] | None) -> str:
     if turned is None:
         return ""
     first = turned["first_layer"]
-    figures = (
-        f"in the first layer they turn by {first['visual']:.3f} rad where text tokens turn by {first['text']:.3f}, and "
-        f"through all {turned['layers']} layers {turned['ratio']:.2f} times as far as text tokens"
+    start = "Visual tokens lag behind" if turned["lags"] else "Visual tokens do not lag behind"
+    return (
+        f"{start}: in the first layer they turn by {first['visual']:.3f} rad where text tokens turn by "
+        f"{first['text']:.3f} (with updates {turned['update_size_ratio']:.2f} times as large), and through all "
+        f"{turned['layers']} layers {turned['ratio']:.2f} times as far."
     )
-    if not turned["lags"]:
-        return f"Visual tokens do not lag behind: {figures}."
-    size = f"their update there is {turned['update_size_ratio']:.2f} times that of text tokens"
-    return f"Visual tokens lag behind: {figures} ({size})."
 
 
 def _advice_sentence(data: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
     if not figures["gap"]:
         return "There is nothing to align."
-    how = "start the gain of its norm" if data.get("aligned_norm") else "put a norm behind the projector, its gain"
+    how = (
+        "start the gain of its norm anew"
+        if data.get("aligned_norm")
+        else "put a LayerNorm behind the projector and start its gain"
+    )
     return (
-        f"Aligning would {how} at T/sqrt(D) = {figures['gain']:.4g} for T = {figures['T']:.4g}; a finished model then "
+        f"Aligning would {how} at T/sqrt(D) = {figures['gain']:.4g} (T = {figures['T']:.4g}); a finished model then "
         f"needs re-alignment training, for its layers know visual tokens at the norm they have now."
     )
 
@@ -177,12 +179,12 @@ def _control_sentence(controls: Mapping[str, Any] | None) -> str:
     if not measured:
         return ""
     shown = ", ".join(
-        f"with {words[name]} in {effect['top1_changed']:.0%} of cases ({effect['kl_mean']:.2g} nats)"
+        f"{effect['top1_changed']:.0%} with {words[name]} (KL {effect['kl_mean']:.2g} nats)"
         for name, effect in measured.items()
     )
-    images = [effect for name, effect in measured.items() if name != "position_sensitivity_index"]
-    blind = bool(images) and all(e["kl_mean"] < BLIND and not e["top1_changed"] for e in images)
-    return f"{'The model hardly looks at its image: its' if blind else 'Its'} next token changes {shown}."
+    images = [measured[name] for name in ("black", "other") if name in measured]
+    blind = images and all(effect["kl_mean"] < BLIND and not effect["top1_changed"] for effect in images)
+    return f"{'The model hardly looks at its image. ' if blind else ''}The likeliest next token changes in {shown}."
 
 
 def _gradient_sentence(gradients: Mapping[str, Any] | None) -> str:
@@ -191,12 +193,13 @@ def _gradient_sentence(gradients: Mapping[str, Any] | None) -> str:
     off = _share_before_norm(gradients["gwc_off"])
     if not gradients.get("gwc_on"):
         return f"Vision encoder and projector take {off:.1%} of the clipping budget."
-    measured = [factor for factor in gradients["measured_factor"].values() if factor]
-    seen = f", measured {' and '.join(f'{factor:.3g}' for factor in measured)}" if measured else ""
+    measured = " and ".join(
+        dict.fromkeys(f"{factor:.3g}" for factor in gradients["measured_factor"].values() if factor)
+    )
     return (
-        f"GWC multiplies the gradients before the norm by {gradients['predicted_factor']:.3g} (1/mu{seen}): vision "
-        f"encoder and projector take {_share_before_norm(gradients['gwc_on']):.1%} of the clipping budget with it, "
-        f"{off:.1%} without."
+        f"GWC multiplies the gradients before the norm by {measured or 'nothing that was measured'} (1/mu is "
+        f"{gradients['predicted_factor']:.3g}): vision encoder and projector take "
+        f"{_share_before_norm(gradients['gwc_on']):.1%} of the clipping budget with it, {off:.1%} without."
     )
 
 
