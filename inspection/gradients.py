@@ -12,6 +12,7 @@ import torch
 
 from ..configuration.errors import NormalignError
 from .inputs import build_inputs
+from .modes import eval_mode
 
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def gradient_report(
     norm = parts.aligned_norm
     arms = {"gwc_off": False} if norm is None else {"gwc_on": True, "gwc_off": False}
     norms: dict[str, dict[str, float | None]] = {}
-    with _all_trainable(model, by_part), _switched_back(norm):
+    # without dropout the two passes are alike
+    with eval_mode(model), _all_trainable(by_part), _switched_back(norm):
         for arm, gwc in arms.items():
             if norm is not None:
                 norm.gwc = gwc
@@ -205,21 +207,16 @@ def _arm(grad_norms: dict[str, float | None] | None) -> dict[str, dict[str, floa
 
 
 @contextmanager
-def _all_trainable(model: nn.Module, by_part: Mapping[str, list[nn.Parameter] | None]) -> Iterator[None]:
-    """Eval mode, in which two passes are alike, and gradients for every parameter; both are put back module by module."""
+def _all_trainable(by_part: Mapping[str, list[nn.Parameter] | None]) -> Iterator[None]:
     parameters = [parameter for group in by_part.values() for parameter in group or ()]
     wanted = [parameter.requires_grad for parameter in parameters]
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         for parameter in parameters:
             parameter.requires_grad_(True)
         yield
     finally:
         for parameter, flag in zip(parameters, wanted):
             parameter.requires_grad_(flag)
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

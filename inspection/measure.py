@@ -9,6 +9,7 @@ import torch
 
 from ..configuration.errors import NormalignError
 from .inputs import build_inputs, modality_masks
+from .modes import eval_mode
 from .parts import Parts, find_parts
 from .record import record_norms
 
@@ -68,9 +69,7 @@ def inspect_model(
         got = "none" if answers is None else len(answers)
         raise NormalignError(f"Gradients need one answer for each prompt: got {got} for {len(samples)} prompts.")
     parts = find_parts(model)
-    was_training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         data = _norms(model, processor, parts, samples, progress)
         if attention:
             _add_attention(data, model, processor, parts, samples, progress)
@@ -85,8 +84,6 @@ def inspect_model(
             passes = len(samples) * (1 if parts.aligned_norm is None else 2)
             step = _step(progress, "gradients", passes)
             data["gradients"] = gradient_report(model, processor, parts, samples, list(answers), progress=step)
-    finally:
-        model.train(was_training)
     data["not_found"] = list(parts.not_found)
     data["verdict"], data["verdict_figures"] = verdict(data, parts.hidden_size)
     return NormReport(data)
@@ -122,7 +119,7 @@ def _norms(
 ) -> dict[str, Any]:
     """The report of what hooks record while each sample passes through the model."""
     step = _step(progress, "norms", len(samples))
-    with record_norms(model, parts) as recorder, torch.inference_mode():
+    with record_norms(model, parts) as recorder, torch.no_grad():
         for sample in samples:
             model(**build_inputs(model, processor, [sample]), use_cache=False)
             step()
@@ -132,12 +129,21 @@ def _norms(
         "images": sum(len(images) for _, images in samples),
         "prompts": len(samples),
         **recorder.to_dict(),
+        "aligned_norm": _aligned_norm(parts),
         "controls": None,
         "gradients": None,
     }
     for layer in data["layers"]:
         layer["attention"] = None
     return data
+
+
+def _aligned_norm(parts: Parts) -> dict[str, Any] | None:
+    """How the aligned norm is set, or None for a model that has none."""
+    norm = parts.aligned_norm
+    if norm is None:
+        return None
+    return {"kind": norm.kind, "gain_abs_mean": norm.weight.detach().float().abs().mean().item(), "gwc": norm.gwc}
 
 
 def _add_attention(

@@ -11,15 +11,15 @@ from normalign.inspection.attention import AttentionSums, attention_by_layer, at
 from normalign.inspection.inputs import modality_masks
 from normalign.inspection.parts import find_parts
 
+from .hooks import hooks_on
 from .reference import attention_means
+
+
+pytestmark = pytest.mark.both_generations
 
 
 def settings_of(model):
     return [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
-
-
-def hooks_on(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def test_every_layer_equals_loops_over_the_maps_in_a_padded_batch(tiny_model, tiny_batch):
@@ -101,7 +101,6 @@ def test_bfloat16_maps_are_read_in_float32(tiny_model, tiny_batch):
 @pytest.mark.parametrize("fails", [False, True])
 def test_every_part_has_its_own_attention_back(tiny_model, tiny_batch, monkeypatch, fails):
     tiny_model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
-    tiny_model(**tiny_batch)  # transformers puts hooks of its own on at the first call
     before, hooks = settings_of(tiny_model), hooks_on(tiny_model)
     assert set(before) == {"sdpa", "eager"}
     parts = find_parts(tiny_model)

@@ -19,6 +19,10 @@ from normalign.inspection.inputs import build_inputs
 from normalign.inspection.parts import find_parts
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
+from .hooks import hooks_on
+
+
+pytestmark = pytest.mark.both_generations
 
 PROMPT = "Is there a 7?"
 
@@ -49,10 +53,6 @@ def last_logits(model, processor, images, prompt=PROMPT):
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     with torch.no_grad():
         return model(**inputs).logits[0, -1]
-
-
-def hooks_on(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def test_divergence_is_kullback_leibler_in_nats():

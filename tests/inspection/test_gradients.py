@@ -19,6 +19,8 @@ from normalign.inspection.parts import find_parts
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
 
+pytestmark = pytest.mark.both_generations
+
 ANSWERS = ["Yes.", "No, there is none."]
 
 

@@ -11,7 +11,11 @@ from .hooks import hooks_on
 from .reference import layer_means, norm_figures, record
 
 
+pytestmark = pytest.mark.both_generations
+
+
 KEYS = {"schema", "model", "images", "prompts", "text_embedding_norm", "interface", "ratio", "layers", "not_found"} | {
+    "aligned_norm",
     "controls",
     "gradients",
     "verdict",
@@ -107,13 +111,15 @@ def test_mode_weights_and_hooks_are_left_as_they_were(composed, images, monkeypa
     model, processor = composed
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     model.train()
+    model.model.vision_tower.eval()  # as a trainer does with a part that is frozen
+    modes = [module.training for module in model.modules()]
     try:
         inspect_model(model, processor, images[:1])
-        assert model.training
+        assert [module.training for module in model.modules()] == modes
         monkeypatch.setattr(model.lm_head, "forward", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             inspect_model(model, processor, images[:1])
-        assert model.training
+        assert [module.training for module in model.modules()] == modes
     finally:
         model.eval()
     assert hooks_on(model) == 0

@@ -12,6 +12,8 @@ from normalign.inspection.verdict import arises_in, norm_factors, turns, verdict
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
 
+pytestmark = pytest.mark.both_generations
+
 HIDDEN_SIZE = 400
 
 
