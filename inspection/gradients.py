@@ -39,8 +39,8 @@ def gradient_report(
 ) -> dict[str, Any]:
     """Gradient norms per part, as if every part were trained, of the mean loss over the answers' tokens.
 
-    Gradients of the whole model are held once in memory. `.grad`, `requires_grad`, the mode and the norm's `gwc` are
-    afterwards what they were, also after an exception.
+    Memory holds the gradients of the whole model, once for a single sample, twice for more. `.grad`, `requires_grad`,
+    the mode and the norm's `gwc` are afterwards what they were, also after an exception.
 
     Args:
         samples: prompts with their images; each answer is put behind its prompt, with the end-of-text token.

@@ -179,7 +179,7 @@ def _control_sentence(controls: Mapping[str, Any] | None) -> str:
     if not measured:
         return ""
     shown = ", ".join(
-        f"{effect['top1_changed']:.0%} with {words[name]} (KL {effect['kl_mean']:.2g} nats)"
+        f"{effect['top1_changed']:.0%} of cases with {words[name]} (KL {effect['kl_mean']:.2g} nats)"
         for name, effect in measured.items()
     )
     images = [measured[name] for name in ("black", "other") if name in measured]
