@@ -124,7 +124,7 @@ def number(value: Any, digits: int = 4) -> str:
         return f"{value:,}"
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    if 10**digits <= abs(value) < 1e7:
+    if 10**digits - 0.5 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     shown = f"{value:#.{digits}g}".rstrip(".")
     return shown if "e" not in shown else f"{value:.{digits - 1}e}"

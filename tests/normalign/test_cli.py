@@ -72,6 +72,9 @@ def test_version():
         ["chat", "model", "--image", "no_such_image.png"],
         ["chat", "model", "--json"],
         ["inspect", "model", "--images", __file__, "no_such_image.png"],
+        ["inspect", "model", "--images", __file__, "--gradients"],
+        ["inspect", "model", "--prompt", "What?", "--gradients"],
+        ["inspect", "model", "--answer", "a cat"],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments):
@@ -268,32 +271,95 @@ def test_chat_without_a_prompt_loads_once_and_reads_questions_until_an_empty_lin
     assert loads == ["model"]
 
 
-def test_inspect_takes_several_images_writes_the_report_and_shows_it(room, tmp_path):
-    paths = [tmp_path / f"{name}.png" for name in "abc"]
-    for path in paths:
-        path.touch()
-    saved, seen = [], []
+@pytest.fixture
+def inspection(room):
+    """Stands for the rooms that load and inspect: notes calls, and what is saved where."""
 
-    def inspect_model(*args, **kwargs):
-        seen.append((args, kwargs))
-        return SimpleNamespace(to_dict=lambda: {"ratio": 12.34567, "layers": [1]}, save=saved.append)
+    class Report:
+        def __init__(self, data):
+            self.data = data
 
-    room("inspection", inspect_model=inspect_model)
+        def to_dict(self):
+            return self.data
+
+        def save(self, folder):
+            seen.saved.append((self.data["model"], folder))
+
+        @classmethod
+        def load(cls, path):
+            return cls({"model": f"saved in {path.name}"})
+
+    def inspect_model(model, processor, images, progress, **options):
+        progress("norms", 1, len(images))
+        seen.calls.append((model, images, options))
+        return Report({"model": "a path in the cache", "ratio": 12.5})
+
+    def compare_reports(first, second):
+        return Report({"model": [first.data["model"], second.data["model"]]})
+
+    seen = SimpleNamespace(calls=[], saved=[])
+    room(
+        "inspection",
+        inspect_model=inspect_model,
+        compare_reports=compare_reports,
+        print_report=lambda report: print("tables of", report.data["model"]),
+        NormReport=Report,
+    )
     room(
         "evaluation.generation",
         load_model=lambda model: (f"{model} loaded", "processor"),
         open_image=lambda path: path.stem,
     )
-    out = tmp_path / "report"
-    result = run("inspect", "m", "--images", *paths, "--prompt", "What?", "--out", out)
-    assert result.exit_code == 0, result.stderr
-    assert seen == [(("m loaded", "processor", ["a", "b", "c"]), {"prompts": ["What?"]})]
-    assert saved == [out]
-    assert result.stdout == "ratio  12.35\n"
+    return seen
 
-    run("inspect", "m")
-    (_, _, scenes), options = seen[-1]
-    assert ([image.mode for image in scenes], options) == (["RGB"] * 8, {"prompts": None})
+
+@pytest.fixture
+def three_images(tmp_path):
+    paths = [tmp_path / f"{name}.png" for name in "abc"]
+    for path in paths:
+        path.touch()
+    return paths
+
+
+NOT_ASKED_FOR = {"attention": False, "controls": False, "gradients": False, "answers": None}
+
+
+def test_inspect_takes_several_images_writes_the_report_and_shows_it(inspection, three_images, tmp_path):
+    out = tmp_path / "report"
+    result = run("inspect", "m", "--images", *three_images, "--prompt", "What?", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert inspection.calls == [("m loaded", ["a", "b", "c"], {**NOT_ASKED_FOR, "prompts": ["What?"]})]
+    assert inspection.saved == [("m", out)]
+    assert result.stdout.startswith("tables of m\n") and str(out / "report.html") in result.stdout
+
+
+def test_inspect_without_images_looks_at_built_in_scenes_with_their_questions_and_answers(inspection):
+    result = run("inspect", "m", "--attention", "--controls", "--gradients", "--json")
+    assert json.loads(result.stdout) == {"model": "m", "ratio": 12.5}
+    [(_, scenes, options)] = inspection.calls
+    assert [image.mode for image in scenes] == ["RGB"] * 8
+    assert all(prompt[-1] in "?." for prompt in options["prompts"]) and len(options["prompts"]) == 8
+    assert all(options["answers"]) and len(options["answers"]) == 8
+    assert options["attention"] and options["controls"] and options["gradients"]
+
+
+def test_inspect_teaches_one_answer_to_all_images(inspection, three_images):
+    assert run("inspect", "m", "--images", *three_images, "--gradients", "--answer", "a cat").exit_code == 0
+    assert inspection.calls[0][2]["answers"] == ["a cat"] * 3
+
+
+def test_inspect_compares_with_a_second_model_or_a_report(inspection, three_images, tmp_path):
+    result = run("inspect", "m", "--compare", "n", "--images", *three_images, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert [call[0] for call in inspection.calls] == ["m loaded", "n loaded"]
+    assert inspection.saved == [("m", tmp_path / "out"), (["m", "n"], tmp_path / "out" / "comparison")]
+    assert "comparison.html" in result.stdout
+
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "report.json").touch()
+    result = run("inspect", "m", "--compare", tmp_path / "before", "--images", *three_images, "--json")
+    assert json.loads(result.stdout) == {"model": ["m", "saved in before"]}
+    assert len(inspection.calls) == 3
 
 
 def test_demo_prints_results_as_json(room, tmp_path):
