@@ -58,6 +58,7 @@ def make(name="org/model", inserted=12.5, layers=3):
         },
         "ratio": inserted / 0.5,
         "not_found": [],
+        "aligned_norm": {"kind": "rmsnorm", "gain_abs_mean": 0.0125, "gwc": False},
         "layers": [
             {
                 "visual": layer(index, inserted),
@@ -90,7 +91,7 @@ def bare(name="org/model"):
     data = make(name)
     data["interface"]["vision_encoder"] = None
     data["not_found"] = ["The vision encoder's output is not to be told apart."]
-    data["controls"] = data["gradients"] = None
+    data["controls"] = data["gradients"] = data["aligned_norm"] = None
     for row in data["layers"]:
         row["attention"] = None
     data["verdict"] = "<img src=x onerror=alert(1)>"
@@ -206,6 +207,7 @@ def test_page_loads_nothing_from_anywhere(page, request):
 
 def test_page_shows_every_figure_that_was_measured(whole, norms_alone):
     titles = {name: panel.title for name, panel in PANELS.items()}
+    assert "aligned norm: rmsnorm, mean |gain| 0.0125, GWC off" in text_of(whole)
     assert {image["alt"] for image in Page(text_of(whole)).images} == set(titles.values())
     page = Page(text_of(norms_alone))
     assert {image["alt"] for image in page.images} == {titles[name] for name in titles if name not in ON_REQUEST}
