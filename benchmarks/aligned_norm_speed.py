@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import torch
-from record import write_result
+from record import peak_bytes, write_result
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from normalign.modeling.aligned_norm import AlignedNorm
 
@@ -46,23 +45,11 @@ def step(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def peak_bytes(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> int:
-    """Highest sum of what was allocated and not yet freed, during one step."""
+def peak_of_step(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> int:
+    """Peak memory of one step that starts without gradients."""
     x.grad = None
     module.zero_grad(set_to_none=True)
-    if x.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(module, x, dy)
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step(module, x, dy)
-    live = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return peak_bytes(lambda: step(module, x, dy), str(x.device))
 
 
 def main() -> None:
@@ -93,7 +80,7 @@ def main() -> None:
                 step(module, x, dy)
                 seconds[name].append(time.perf_counter() - start)
         median = {name: statistics.median(values) for name, values in seconds.items()}
-        memory = {name: peak_bytes(module, x, dy) for name, module in modules.items()}
+        memory = {name: peak_of_step(module, x, dy) for name, module in modules.items()}
         for name in modules:
             rows.append(
                 {

@@ -3,10 +3,12 @@
 import json
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def machine() -> dict:
@@ -31,6 +33,24 @@ def versions() -> dict:
         except PackageNotFoundError:
             found[package] = None
     return found
+
+
+def peak_bytes(run: Callable[[], object], device: str) -> int:
+    """Highest sum of what was allocated and not yet freed during a run, beyond what was there before it."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    live = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
 
 
 def write_result(path: Path, rows: list[dict], **more) -> None:

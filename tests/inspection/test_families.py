@@ -236,3 +236,52 @@ def _features(model):
         )
 
     return features
+
+
+class _RemoteCodeModel(transformers.PreTrainedModel):
+    """Laid out as InternVL's own code: a causal language model inside, the projector a plain Sequential."""
+
+    config_class = transformers.InternVLConfig
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.vision_model = transformers.AutoModel.from_config(config.vision_config)
+        self.language_model = transformers.AutoModelForCausalLM.from_config(config.text_config)
+        width = config.vision_config.hidden_size
+        self.mlp1 = torch.nn.Sequential(
+            torch.nn.LayerNorm(width), torch.nn.Linear(width, config.text_config.hidden_size)
+        )
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.language_model.get_input_embeddings()
+
+    def forward(self, input_ids, attention_mask=None, pixel_values=None, use_cache=None):
+        embedded = self.get_input_embeddings()(input_ids)
+        features = self.mlp1(self.vision_model(pixel_values).last_hidden_state[:, 1:])
+        visual = (input_ids == self.config.image_token_id).unsqueeze(-1)
+        embedded = embedded.masked_scatter(visual, features)
+        return self.language_model(inputs_embeds=embedded, attention_mask=attention_mask, use_cache=use_cache)
+
+
+def test_remote_code_model_with_other_names_is_measured():
+    internvl = next(family for family in FAMILIES if family.name == "InternVL")
+    torch.manual_seed(0)
+    model = _RemoteCodeModel(internvl()[0].config).eval()
+    ids = torch.tensor([[1, *[model.config.image_token_id] * 16, 20, 21]])
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 16, 16)}
+    with record_norms(model) as recorder, torch.no_grad():
+        model(**inputs)
+    parts = recorder.parts
+    assert parts.vision_encoder is model.vision_model and parts.projector is model.mlp1
+    assert parts.layers == list(model.language_model.model.layers)
+    masks = modality_masks(parts, inputs)
+    layers = model.language_model.model.layers
+    kept = record(model, inputs, layers, model.mlp1, model.mlp1)
+    report = recorder.to_dict()
+    assert report["interface"]["vision_encoder"]["mean"] == pytest.approx(kept.encoder[0].norm(dim=-1).mean().item())
+    assert report["interface"]["projector"]["mean"] == pytest.approx(kept.projector[0].norm(dim=-1).mean().item())
+    mask = masks["visual"]
+    expected = layer_means(kept.before[2][mask], kept.after[2][mask], kept.before[0][mask])
+    assert {name: report["layers"][2]["visual"][name] for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -12,6 +12,9 @@ from .hooks import hooks_on
 from .reference import layer_means, record
 
 
+pytestmark = pytest.mark.both_generations
+
+
 def test_hooks_are_gone_afterwards_also_after_an_error(tiny_model, tiny_batch):
     before = hooks_on(tiny_model)
     with record_norms(tiny_model):

@@ -10,6 +10,9 @@ from normalign.inspection.statistics import MEASURES, LayerStatistics, NormStati
 from .reference import layer_means, norm_figures
 
 
+pytestmark = pytest.mark.both_generations
+
+
 def states(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
