@@ -13,7 +13,6 @@ from transformers import ProcessorMixin, TrainerCallback
 from ..configuration.errors import NormalignError
 from ..inspection import inspect_model
 from ..inspection.figures import draw_evolution, save_png
-from ..inspection.report import finite
 
 
 class InspectCallback(TrainerCallback):
@@ -79,14 +78,8 @@ class InspectCallback(TrainerCallback):
     def _measure(self, model: nn.Module, state) -> None:
         if state.global_step in self._measured or not state.is_world_process_zero:
             return
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            report = inspect_model(model, self._processor, self._images, self._prompts, **self._options).to_dict()
-        finally:
-            # parts that are frozen may be in eval mode while the model trains
-            for module, training in modes:
-                module.training = training
-        self._measured[state.global_step] = finite(report)
+        report = inspect_model(model, self._processor, self._images, self._prompts, **self._options)
+        self._measured[state.global_step] = report.to_dict()
         self._write()
 
     def _write(self) -> None:
