@@ -1,6 +1,8 @@
 """record_norms: its hooks go away, it works in training and generation, and keeps nothing per token."""
 
 import gc
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,3 +174,12 @@ def test_layers_agree_with_output_hidden_states(tiny_model, tiny_batch):
     layer = recorder.to_dict()["layers"][0]["visual"]
     before, after = (state[visual].double() for state in states[:2])
     assert layer == pytest.approx(layer_means(before, after, before), rel=1e-5, abs=1e-6)
+
+
+def test_recorded_speed_and_memory_keep_their_limits():
+    """benchmarks/inspection_speed.py, at 30 layers of width 576 and 1,000 tokens."""
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "inspection_speed.json"
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["case"].startswith("record_norms")]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["ratio"] <= 1.15 and row["memory_ratio"] <= 1.05
