@@ -70,7 +70,7 @@ def find_parts(model: nn.Module) -> Parts:
     image_token_id = _first(config, "image_token_id", "image_token_index")
     embeddings = _embeddings(model)
     vision_encoder = _vision_encoder(model, config)
-    decoder = _decoder(model, vision_encoder)
+    decoder = _decoder(model, config, vision_encoder)
     layers = [] if decoder is None else _layers(decoder)
     missing = {
         "an image token (config.image_token_id)": image_token_id is None,
@@ -118,24 +118,31 @@ def _embeddings(model: nn.Module) -> nn.Module | None:
 
 
 def _vision_encoder(model: nn.Module, config: object) -> nn.Module | None:
-    """The outermost sub-model whose config is of the class of `config.vision_config`."""
-    from transformers import PreTrainedModel
+    """The outermost sub-model built from `config.vision_config`."""
+    return _built_from(model, getattr(config, "vision_config", None))
 
-    vision_config = getattr(config, "vision_config", None)
-    if vision_config is None or isinstance(vision_config, dict):
+
+def _built_from(model: nn.Module, config: object) -> nn.Module | None:
+    """The outermost sub-model whose config is of the class of this one."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    if not isinstance(config, PretrainedConfig):
         return None
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and type(module.config) is type(vision_config):
+        if isinstance(module, PreTrainedModel) and type(module.config) is type(config):
             return module
     return None
 
 
-def _decoder(model: nn.Module, vision_encoder: nn.Module | None) -> nn.Module | None:
-    """What `get_decoder` names, unless that is the whole model: then it does not tell text from vision."""
+def _decoder(model: nn.Module, config: object, vision_encoder: nn.Module | None) -> nn.Module | None:
+    """What `get_decoder` names; if that is the whole model, the sub-model built from `config.text_config`.
+
+    Up to transformers 4 `get_decoder` of some families (Idefics3, SmolVLM) does not tell text from vision.
+    """
     decoder = getattr(model, "get_decoder", lambda: None)()
-    if decoder is None or any(module is vision_encoder for module in decoder.modules()):
-        return None if vision_encoder is not None else decoder
-    return decoder
+    if decoder is not None and all(module is not vision_encoder for module in decoder.modules()):
+        return decoder
+    return _built_from(model, getattr(config, "text_config", None))
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:

@@ -96,8 +96,9 @@ class NormRecorder:
         inside = any(module is parts.projector for module in parts.vision_encoder.modules())
         last_norm = getattr(parts.vision_encoder, "post_layernorm", None) if inside else None
         if isinstance(parts.projector, nn.Embedding):
-            # a visual vocabulary: what enters the table are probabilities, so look one step earlier
-            self._on(parts.vision_encoder, after=lambda args, kwargs, output: self._see_encoder(output[0]))
+            # a visual vocabulary (Ovis): what enters the table are probabilities, so look before the head that makes them
+            transformer = getattr(parts.vision_encoder, "transformer", parts.vision_encoder)
+            self._on(transformer, after=lambda args, kwargs, output: self._see_encoder(output[0]))
         elif last_norm is not None:
             # GLM-V: a convolution stands between the encoder's last norm and the merger
             self._on(last_norm, after=lambda args, kwargs, output: self._see_encoder(output))

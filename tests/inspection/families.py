@@ -1,7 +1,7 @@
 """A tiny random model, with its processor, of each family of vision-language models that an inspection must handle.
 
 The processors are the families' own, with a byte-level tokenizer that has their special tokens, and the image processors
-that work on PIL images. Three of them also expect a processor of videos, which needs torchvision; `_images_only` lets
+that work on PIL images. Some of them also expect a processor of videos, which needs torchvision; `_images_only` lets
 them do without.
 """
 
@@ -53,7 +53,7 @@ class Family:
     vision_encoder: str
     projector: str
     layers: str
-    indicators: int = 0  # visual tokens of each image beside those that its features fill
+    since: int = 4  # the generation of transformers from which on it can be built in this way
 
     @lru_cache  # noqa: B019  a family lives as long as the tests
     def __call__(self) -> tuple:
@@ -96,6 +96,11 @@ def _tokenizer(*special: str, **named: str) -> tf.PreTrainedTokenizerFast:
     return tokenizer
 
 
+def _image_processor(name: str) -> type:
+    """The one that works on PIL images, which has a name of its own since transformers 5."""
+    return getattr(tf, f"{name}ImageProcessorPil", None) or getattr(tf, f"{name}ImageProcessor")
+
+
 def _images_only(processor_class: type, image_processor, tokenizer, **options):
     """The processor without its processor of videos."""
 
@@ -129,7 +134,7 @@ def _llava():
         vision_config=_clip(), text_config=_text("llama", tokenizer), image_token_index=3, image_seq_length=16
     )
     processor = tf.LlavaProcessor(
-        image_processor=tf.LlavaImageProcessorPil(size=SIDE, crop_size=SIDE),
+        image_processor=_image_processor("Llava")(size=SIDE, crop_size=SIDE),
         tokenizer=tokenizer,
         patch_size=4,
         vision_feature_select_strategy="default",
@@ -150,7 +155,7 @@ def _llava_next():
         image_seq_length=16,
     )
     processor = tf.LlavaNextProcessor(
-        image_processor=tf.LlavaNextImageProcessorPil(
+        image_processor=_image_processor("LlavaNext")(
             size={"shortest_edge": 16}, crop_size=SIDE, image_grid_pinpoints=grid
         ),
         tokenizer=tokenizer,
@@ -174,7 +179,7 @@ def _llava_onevision():
     )
     processor = _images_only(
         tf.LlavaOnevisionProcessor,
-        tf.LlavaOnevisionImageProcessorPil(size=SIDE, image_grid_pinpoints=grid),
+        _image_processor("LlavaOnevision")(size=SIDE, image_grid_pinpoints=grid),
         tokenizer,
         num_image_tokens=16,
         vision_feature_select_strategy="full",
@@ -205,7 +210,7 @@ def _qwen(processor_class: type, config_class: type, model_class: type, vision: 
         **vision,
     }
     config = config_class(vision_config=vision, text_config=text, **_ids(tokenizer, **QWEN_TOKENS))
-    images = tf.Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    images = _image_processor("Qwen2VL")(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
     template = TEMPLATE.format(image="<|vision_start|><|image_pad|><|vision_end|>")
     processor = _images_only(processor_class, images, tokenizer, chat_template=template)
     return model_class(config), processor
@@ -237,7 +242,7 @@ def _internvl():
     )
     processor = _images_only(
         tf.InternVLProcessor,
-        tf.GotOcr2ImageProcessorPil(size=SIDE, crop_to_patches=True, max_patches=4),
+        _image_processor("GotOcr2")(size=SIDE, crop_to_patches=True, max_patches=4),
         tokenizer,
         image_seq_length=4,
         chat_template=TEMPLATE.format(image="<IMG_CONTEXT>"),
@@ -260,7 +265,7 @@ def _idefics3():
         **_ids(tokenizer, image_token_id="<image>"),
     )
     processor = tf.Idefics3Processor(
-        image_processor=tf.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        image_processor=_image_processor("Idefics3")(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
         tokenizer=tokenizer,
         image_seq_len=4,
         chat_template=TEMPLATE.format(image="<image>"),
@@ -283,7 +288,7 @@ def _smolvlm():
 
 def _paligemma():
     tokenizer = _tokenizer("<image>")
-    images = tf.SiglipImageProcessorPil(size=SIDE)
+    images = _image_processor("Siglip")(size=SIDE)
     images.image_seq_length = 16
     processor = tf.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
     config = tf.PaliGemmaConfig(
@@ -310,7 +315,7 @@ def _gemma3():
         ),
     )
     processor = tf.Gemma3Processor(
-        image_processor=tf.Gemma3ImageProcessorPil(size=SIDE),
+        image_processor=_image_processor("Gemma3")(size=SIDE),
         tokenizer=tokenizer,
         image_seq_length=4,
         chat_template=TEMPLATE.format(image="<start_of_image>"),
@@ -349,7 +354,7 @@ def _glm4v():
     config = tf.Glm4vConfig(vision_config=vision, text_config=text, **_ids(tokenizer, **GLM_TOKENS))
     processor = _images_only(
         tf.Glm4vProcessor,
-        tf.Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}),
+        _image_processor("Glm4v")(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}),
         tokenizer,
         chat_template=TEMPLATE.format(image="<|begin_of_image|><|image|><|end_of_image|>"),
     )
@@ -375,7 +380,7 @@ def _mistral3():
         vision_config=vision, text_config=_text("mistral", tokenizer), image_token_index=3, spatial_merge_size=2
     )
     processor = PixtralLikeProcessor(
-        image_processor=tf.PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 32}),
+        image_processor=_image_processor("Pixtral")(patch_size=4, size={"longest_edge": 32}),
         tokenizer=tokenizer,
         patch_size=4,
         image_token="[IMG]",
@@ -399,7 +404,7 @@ def _ovis2():
         **_ids(tokenizer, image_token_id="<IMG_ATOM>"),
     )
     processor = tf.Ovis2Processor(
-        image_processor=tf.Ovis2ImageProcessorPil(size=SIDE, crop_to_patches=True, max_patches=4),
+        image_processor=_image_processor("Ovis2")(size=SIDE, crop_to_patches=True, max_patches=4),
         tokenizer=tokenizer,
         image_seq_length=4,
         chat_template=TEMPLATE.format(image="<image>"),
@@ -425,15 +430,15 @@ FAMILIES = [
     Family("LLaVA", _llava, *LLAVA_PARTS),
     Family("LLaVA-NeXT", _llava_next, *LLAVA_PARTS),
     Family("LLaVA-OneVision", _llava_onevision, *LLAVA_PARTS),
-    Family("Qwen2.5-VL", _qwen2_5_vl, *QWEN_PARTS),
-    Family("Qwen3-VL", _qwen3_vl, *QWEN_PARTS),
+    Family("Qwen2.5-VL", _qwen2_5_vl, *QWEN_PARTS, since=5),
+    Family("Qwen3-VL", _qwen3_vl, *QWEN_PARTS, since=5),
     Family("InternVL", _internvl, *LLAVA_PARTS),
     Family("Idefics3", _idefics3, *IDEFICS_PARTS),
     Family("SmolVLM", _smolvlm, *IDEFICS_PARTS),
-    Family("PaliGemma", _paligemma, *LLAVA_PARTS),
+    Family("PaliGemma", _paligemma, *LLAVA_PARTS, since=5),
     Family("Gemma 3", _gemma3, *LLAVA_PARTS),
-    Family("GLM-4.1V", _glm4v, *QWEN_PARTS),
-    Family("Mistral 3", _mistral3, *LLAVA_PARTS),
+    Family("GLM-4.1V", _glm4v, *QWEN_PARTS, since=5),
+    Family("Mistral 3", _mistral3, *LLAVA_PARTS, since=5),
     Family("Ovis2", _ovis2, "model.vision_tower", "model.visual_embeddings_table", "model.language_model.layers"),
     Family("ours", _ours, *LLAVA_PARTS),
 ]
