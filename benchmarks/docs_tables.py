@@ -44,7 +44,34 @@ def norm_gap(result: dict) -> str:
     )
 
 
-TEXTS = {"aligned_norm_speed": speed, "demo": demo, "norm_gap": norm_gap}
+def inspection_smollm2(result: dict) -> str:
+    """What the inspection found in a real language model, without and with the aligned norm."""
+    none, aligned = result["reports"]["no norm"], result["reports"]["aligned norm"]
+    rows = {
+        "T, mean norm of text embeddings": lambda data: data["text_embedding_norm"],
+        "norm of visual tokens out of the vision encoder": lambda data: data["interface"]["vision_encoder"]["mean"],
+        "out of the projector": lambda data: data["interface"]["projector"]["mean"],
+        "where they enter the language model": lambda data: data["interface"]["inserted"]["mean"],
+        "ratio to T": lambda data: data["ratio"],
+        "turn in the first layer, visual tokens (rad)": lambda data: data["layers"][0]["visual"]["angle_mean_rad"],
+        "text tokens (rad)": lambda data: data["layers"][0]["text"]["angle_mean_rad"],
+        "turn over all layers, visual tokens against text tokens": lambda data: data["verdict_figures"]["turns"][
+            "ratio"
+        ],
+    }
+    lines = ["| | no norm | aligned norm |", "|---|---|---|"]
+    lines += [f"| {words} | {value(none):#.3g} | {value(aligned):#.3g} |" for words, value in rows.items()]
+    gain = aligned["verdict_figures"]["gain"]
+    return "\n".join([*lines, "", f"T is {none['text_embedding_norm']:.2f}, so the gain starts at {gain:.3f}."])
+
+
+TEXTS = {
+    "aligned_norm_speed": speed,
+    "demo": demo,
+    "inspection_smollm2": inspection_smollm2,
+    "inspection_speed": speed,
+    "norm_gap": norm_gap,
+}
 
 
 def text_of(result_file: Path) -> str:

@@ -255,7 +255,7 @@ def _by_layer(measure: str, unit: str) -> Callable[[Axes, Reports], None]:
 def _line(axes: Axes, values: list[float | None], index: int, **options: Any) -> None:
     if schema.has(values):
         numbers = range(1, len(values) + 1)
-        options = {"linestyle": _LINES[index % len(_LINES)], "marker": "o" if len(values) <= 40 else None, **options}
+        options = {"linestyle": _LINES[index % len(_LINES)], "marker": "o" if len(values) <= 16 else None, **options}
         axes.plot(numbers, _numbers(values), **options)
     axes.set_xlabel("layer")
     axes.xaxis.get_major_locator().set_params(integer=True)

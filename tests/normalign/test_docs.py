@@ -33,4 +33,4 @@ def test_figures_in_the_pages_are_those_of_the_result_files():
             expected = TABLES["text_of"](CHECKOUT / name)
             assert shown.strip() == expected, f"{page.name} differs from {name}: run benchmarks/docs_tables.py"
             found += 1
-    assert found == 3
+    assert found == 5
