@@ -12,7 +12,7 @@ from ..configuration.errors import NormalignError
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import PreTrainedModel, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 
 def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -41,17 +41,33 @@ def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedM
             loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(source, dtype=dtype)
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            _check_takes_images(source, config)
             loaded = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise NormalignError(
-            f"'{source}' cannot be loaded as a vision-language model: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            reason = (
+                "its type is not one that transformers knows, and code of its own is not run here. In Python, load it "
+                "with trust_remote_code=True and a pinned revision, and hand it on: inspect_model takes any model."
+            )
+        raise NormalignError(f"'{source}' cannot be loaded as a vision-language model: {reason}") from error
     processor = load_processor(source)
     if loaded.config.model_type == NormAlignLlavaConfig.model_type:
         check_pair(loaded, processor)
     if torch.cuda.is_available():
         loaded = loaded.to("cuda")
     return loaded.eval(), processor
+
+
+def _check_takes_images(source: str, config: PretrainedConfig) -> None:
+    """In the place of transformers' message, which lists every model that does."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise NormalignError(
+            f"'{source}' is a model of type {config.model_type}, which does not take images and text together. A language "
+            f"model gets a vision encoder with `normalign compose`."
+        )
 
 
 def open_image(path: str | Path) -> Image.Image:

@@ -76,6 +76,16 @@ def test_what_is_no_model_gets_one_paragraph(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
+def test_a_language_model_and_a_model_with_code_of_its_own_are_told_from_others(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(NormalignError, match="type llama, which does not take images.*normalign compose") as caught:
+        load_model(tmp_path)
+    assert len(str(caught.value)) < 400
+    (tmp_path / "config.json").write_text('{"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}')
+    with pytest.raises(NormalignError, match="code of its own is not run here.*inspect_model takes any model"):
+        load_model(tmp_path)
+
+
 def test_exact_match_counts_over_all_and_by_kind():
     rows = [{"kind": k, "answer": a} for k, a in (("digit", "7"), ("digit", "3"), ("colour", "red"))]
     assert exact_match(rows, ["7", "8", "red"]) == (pytest.approx(2 / 3), {"colour": 1.0, "digit": 0.5})

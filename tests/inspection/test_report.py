@@ -7,17 +7,20 @@ import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from normalign import inspect_model
 from normalign.configuration.errors import NormalignError
 from normalign.inspection import NormReport, compare_reports, print_report
 from normalign.inspection.compare import key_figures
-from normalign.inspection.figures import PANELS, draw_evolution, draw_measured, draw_panel
+from normalign.inspection.figures import PANELS, draw_evolution, draw_measured, draw_panel, measured_panels
 from normalign.inspection.page import render_page
 from normalign.inspection.report import write_json
 from normalign.inspection.schema import number
+from normalign.train_trl.digit_scenes import digit_scene_rows
 
 
 ON_REQUEST = {"attention_mass", "attention_entropy", "controls", "gradients"}
@@ -161,7 +164,42 @@ def pair(tmp_path_factory):
     return comparison, comparison.save(tmp_path_factory.mktemp("pair"))
 
 
+def keys_of(value):
+    """The keys of nested dictionaries, and of the first item of lists of them."""
+    if isinstance(value, list):
+        return [keys_of(item) for item in value[:1] if isinstance(item, dict)]
+    return {key: keys_of(item) for key, item in value.items()} if isinstance(value, dict) else None
+
+
 # --- files
+
+
+def test_reports_of_these_tests_have_the_keys_of_measured_ones(composed):
+    rows = digit_scene_rows(2, split="test", text_only_share=0)
+    images, questions, answers = ([row[key] for row in rows] for key in ("images", "question", "answer"))
+    extras = {"attention": True, "controls": True, "gradients": True, "answers": answers}
+    report = inspect_model(*composed, images, questions, **extras)
+    measured, made = report.to_dict(), make()
+    assert measured.pop("verdict_figures") and made.pop("verdict_figures")
+    assert keys_of(measured) == keys_of(made)
+    assert set(PANELS) == set(measured_panels({"model": measured}))
+    assert "Does the model look?" in shown(report)
+
+
+def test_documented_keys_are_those_of_a_report():
+    page = (Path(__file__).parents[2] / "docs" / "inspection.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`([^`]+)`", page.partition("## report.json")[2]))))
+
+    def missing(keys):
+        for key, below in keys.items():
+            if key not in named and not key[0].isdigit() and key not in {"vision", "language", "norm"}:
+                yield key
+            for deeper in below if isinstance(below, list) else [below or {}]:
+                yield from missing(deeper)
+
+    made = make()
+    del made["verdict_figures"]
+    assert list(missing(keys_of(made))) == []
 
 
 def test_saved_report_is_read_back_as_it_was(whole):
