@@ -147,6 +147,8 @@ def _turn_sentence(turned: Mapping[str, Any] | None) -> str:
         return ""
     first = turned["first_layer"]
     start = "Visual tokens lag behind" if turned["lags"] else "Visual tokens do not lag behind"
+    if turned["lags"] and turned["ratio"] >= LAG:
+        start += " at the start, not on the whole"
     return (
         f"{start}: in the first layer they turn by {first['visual']:.3f} rad where text tokens turn by "
         f"{first['text']:.3f} (with updates {turned['update_size_ratio']:.2f} times as large), and through all "

@@ -105,11 +105,12 @@ def test_behind_an_aligned_norm_only_its_gain_counts():
 def test_visual_tokens_lag_when_they_turn_less_at_first_or_on_the_whole():
     cases = {
         "at first": ((0.4, 1.0), (1.0, 1.0), True, 1),
+        "at first alone": ((0.4, 1.3), (1.0, 1.0), True, 1),
         "on the whole": ((0.7, 0.7), (1.0, 1.0), True, 0),
         "alike": ((1.0, 0.6), (1.0, 1.0), False, 0),
         "faster": ((2.0, 1.0), (1.0, 1.0), False, 0),
     }
-    for visual, text, lags, behind in cases.values():
+    for name, (visual, text, lags, behind) in cases.items():
         turned = turns(report(visual=visual, text=text))
         assert (turned["lags"], turned["layers_behind"], turned["layers"]) == (lags, behind, 2)
         assert turned["first_layer_ratio"] == pytest.approx(visual[0] / text[0])
@@ -117,6 +118,7 @@ def test_visual_tokens_lag_when_they_turn_less_at_first_or_on_the_whole():
         assert turned["update_size_ratio"] == pytest.approx(1.5)
         words, _ = verdict(report(visual=visual, text=text), HIDDEN_SIZE)
         assert ("do not lag behind" not in words) is lags
+        assert ("at the start, not on the whole" in words) is (name == "at first alone")
         assert f"they turn by {visual[0]:.3f} rad where text tokens turn by 1.000 (with updates 1.50 times" in words
 
 
