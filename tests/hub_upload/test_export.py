@@ -168,7 +168,7 @@ def test_an_earlier_export_is_replaced(checkpoint, exported, tmp_path):
 def test_other_files_are_kept_unless_told(checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(NormalignError, match="not empty and not an earlier export"):
+    with pytest.raises(NormalignError, match="is not empty"):
         export(checkpoint, tmp_path / "out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
     export(checkpoint, tmp_path / "out", overwrite=True)
@@ -193,7 +193,7 @@ def test_a_folder_with_folders_is_never_replaced(checkpoint, tmp_path):
 
 def test_the_source_is_never_replaced(checkpoint):
     for out in (checkpoint, checkpoint.parent):
-        with pytest.raises(NormalignError, match="would replace the model that is exported"):
+        with pytest.raises(NormalignError, match="would replace what it is made from"):
             export(checkpoint, out, overwrite=True)
 
 
