@@ -91,7 +91,7 @@ def explained(what: str, source: str) -> Iterator[None]:
                 f"{what} '{source}' could not be loaded: its file {broken} is truncated or corrupt. Copy or download it again."
             ) from error
         reason = " ".join(str(error).split()).rstrip(".")
-        reason = reason if len(reason) <= 400 else reason[:400].rsplit(" ", 1)[0] + " ..."
+        reason = reason if len(reason) <= 700 else reason[:700].rsplit(" ", 1)[0] + " ..."
         raise NormalignError(
             f"{what} '{source}' could not be loaded: {reason or type(error).__name__}. {_remedy(source)}"
         ) from error
