@@ -287,6 +287,23 @@ def test_a_checkpoint_without_processor_is_refused(model, tmp_path):
         export(tmp_path / "checkpoint", tmp_path / "out")
 
 
+@pytest.mark.both_generations
+def test_a_checkpoint_without_chat_template_is_refused(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(NormalignError, match="has no chat template.*chat_template.jinja.*Copy"):
+        export(copy, tmp_path / "out")
+    assert names(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("out", ["", "file"])
+def test_a_place_that_is_no_folder_is_refused(checkpoint, tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(NormalignError, match="has no name|file is a file"):
+        export(checkpoint, out, overwrite=True)
+
+
 def test_a_gain_that_is_not_finite_is_named(make_model, make_checkpoint, tmp_path):
     model = make_model()
     with torch.no_grad():
