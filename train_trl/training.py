@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from transformers import ProcessorMixin, set_seed
 from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
-from ..assembly.loading import explained, load_processor, locate, refuse_missing_weights
+from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
 from ..assembly.saving import is_at_or_above, named_folder
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
@@ -77,9 +78,9 @@ def run(recipe: Recipe) -> Path:
     check_processor(processor)
     check_supervision(dataset, processor)
     freeze(model, recipe.tune)
+    trainer = build_trainer(model, processor, dataset, recipe)
     # an earlier run stays until the new one is ready to start
     clear_output(recipe)
-    trainer = build_trainer(model, processor, dataset, recipe)
     if trainer.is_world_process_zero():
         _print_table(model, recipe)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
@@ -104,6 +105,10 @@ def check_settings(recipe: Recipe) -> None:
         raise RecipeError(
             f"There is no optimizer {recipe.optimizer!r}. Near it are {', '.join(near[:3])}; transformers' OptimizerNames has "
             f"all {len(optimizers)}."
+        )
+    if re.search("8bit|paged|bnb", recipe.optimizer) and find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            f"The optimizer {recipe.optimizer!r} needs the extra 'quant': pip install 'normalign[quant]'."
         )
     if recipe.compose is not None:
         try:
@@ -206,7 +211,8 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
             f"{start} is a model of type {found!r}; training needs a normalign_llava model. An existing LLaVA is "
             f"converted by `normalign graft`, two backbones are put together by a recipe's `compose` block."
         )
-    with explained("The model", start):
+    # transformers would print a table of the weights that are checked below
+    with explained("The model", start), quiet_transformers():
         model, info = NormAlignLlavaForConditionalGeneration.from_pretrained(
             start, dtype=torch.float32, output_loading_info=True
         )

@@ -401,13 +401,16 @@ def test_weights_that_are_not_finite_at_the_end_are_not_saved(recipe_file, tmp_p
     assert [path.name for path in (tmp_path / "stage1").iterdir()] == ["train_log.jsonl"]
 
 
-def test_an_unknown_optimizer_is_told_the_nearest_and_a_broken_norm_its_key(recipe_file, tmp_path):
+def test_an_unknown_optimizer_is_told_the_nearest_and_a_broken_norm_its_key(recipe_file, tmp_path, monkeypatch):
     path = recipe_file(1, tmp_path, optimizer="adamw")
     with pytest.raises(
         RecipeError, match=f"{path}: There is no optimizer 'adamw'. Near it are .*adamw_torch"
     ) as caught:
         train(path)
     assert len(str(caught.value)) - len(str(path)) < 250
+    monkeypatch.setattr("normalign.train_trl.training.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="The optimizer 'paged_adamw_8bit' needs the extra 'quant'"):
+        train(path, {"optimizer": "paged_adamw_8bit"})
     path = recipe_file(1, tmp_path)
     with pytest.raises(RecipeError, match=f"{path}: compose: aligned_norm.kind must be one of layernorm"):
         train(path, {"compose.aligned_norm.kind": "batchnorm"})
