@@ -32,14 +32,14 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
     from peft import PeftConfig, get_peft_model
     from peft.utils import get_peft_model_state_dict
 
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     weights = folder / "adapter_model.safetensors"
     for file in (folder / "adapter_config.json", weights):
         if not file.is_file():
             raise NormalignError(f"{folder} is not the folder of an adapter: it has no {file.name}.")
-    with safe_open(weights, framework="pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     with explained("The adapter", str(folder)):
+        with safe_open(weights, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = not is_trainable
         adapted = get_peft_model(model, config)
@@ -56,10 +56,42 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
         if keys
     ]
     if problems:
-        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        base = config.base_model_name_or_path
         raise NormalignError(
             f"The adapter {folder} does not fit: {'; '.join(problems)}; {len(expected.keys() & shapes.keys())} fit. It was "
             f"trained on {base!r}: load it onto that model, and save it with PEFT's save_pretrained."
         )
-    adapted.load_adapter(str(folder), adapted.active_adapter, is_trainable=is_trainable)
+    with explained("The adapter", str(folder)):
+        adapted.load_adapter(str(folder), adapted.active_adapter, is_trainable=is_trainable)
     return adapted if is_trainable else adapted.eval()
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether this is the folder of a PEFT adapter, not of a whole model."""
+    folder = Path(folder).expanduser()
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def base_model_of(folder: str | Path) -> str:
+    """Folder or Hub id of the model that an adapter was trained on; a relative folder is sought beside the adapter too.
+
+    Raises:
+        NormalignError: adapter_config.json cannot be read, or does not say it.
+    """
+    folder = Path(folder).expanduser()
+    file = folder / "adapter_config.json"
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NormalignError(
+            f"The adapter's file {file} is broken or does not name its base model. Copy or download it again, or write "
+            f"the base model into base_model_name_or_path."
+        ) from error
+    if not isinstance(base, str) or not base.strip():
+        raise NormalignError(
+            f"The adapter's file {file} does not name its base model. Write the folder or Hub id of the model that it was "
+            f"trained on into base_model_name_or_path."
+        )
+    if not Path(base).is_absolute() and not Path(base).is_dir() and (folder / base).is_dir():
+        return str(folder / base)
+    return base

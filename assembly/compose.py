@@ -61,7 +61,8 @@ def compose(
         vision_feature_layer: index into the encoder's hidden states; None means -2 (LLaVA-1.5), and -1 for DINOv2.
         dtype: of all weights but the norm's, which stay in float32; None is float32.
         seed: makes the new projector reproducible; the global random state is not touched then.
-        calibration_images: for the norm `scale` alone, images whose projected tokens are measured; None generates some.
+        calibration_images: for the norm `scale` alone, images whose projected tokens are measured. None generates some,
+            whose tokens may be longer or shorter than those of real pictures.
         trust_remote_code: allow code from the two repositories to run.
 
     Returns:
@@ -75,6 +76,8 @@ def compose(
     """
     settings = checked_settings(aligned_norm)
     dtype = checked_dtype(dtype)
+    if seed is not None and not 0 <= seed < 2**63:
+        raise NormalignError(f"seed must be from 0 to {2**63 - 1} (2**63 - 1), got {seed}.")
     encoder = load_vision_encoder(vision, vision_feature_layer, dtype, trust_remote_code)
     language = load_language_model(text, dtype, trust_remote_code)
     if settings["target_norm"] is None:
@@ -316,7 +319,10 @@ def start_gain_(
     processor: LlavaProcessor,
     calibration_images: list[Image.Image] | None = None,
 ) -> None:
-    """Sets the gain as the config says; for `scale` from the mean norm of projected tokens, measured on images."""
+    """Sets the gain as the config says; for `scale` from the mean norm of projected tokens, measured on images.
+
+    Generated images, which stand in where none are given, may give another norm than real pictures do.
+    """
     norm = model.get_aligned_norm()
     if norm is None:
         return
@@ -324,9 +330,9 @@ def start_gain_(
     if norm.kind == "scale" and model.config.aligned_norm["gain_init"] == "text":
         if calibration_images is None:
             calibration_images = generated_images()
-            logger.info(
-                "aligned_norm.kind is 'scale' and no calibration images were given: the norm of projected tokens is "
-                "measured on %d generated images.",
+            logger.warning(
+                "The norm 'scale' has no calibration images: the norm of projected tokens was measured on %d generated "
+                "images and may be off on real ones. Give some of your own with --images (in Python calibration_images).",
                 len(calibration_images),
             )
         pixels = processor.image_processor(images=calibration_images, return_tensors="pt")["pixel_values"]

@@ -4,6 +4,7 @@ import copy
 import logging
 
 import torch
+from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor, PretrainedConfig, PreTrainedModel
 
 from ..configuration.errors import NormalignError
@@ -14,7 +15,7 @@ from ..modeling.modeling_normalign_llava import (
 )
 from .chat_templates import chat_template_for
 from .compose import assemble, checked_dtype, checked_settings, measured_text_norm, start_gain_
-from .loading import explained, locate, public_name, refuse_missing_weights
+from .loading import explained, locate, public_name, quiet_transformers, refuse_missing_weights
 from .pairing import check_pair, visual_tokens
 
 
@@ -37,11 +38,12 @@ def graft(
     *,
     processor: LlavaProcessor | None = None,
     dtype: torch.dtype | str | None = None,
+    calibration_images: list[Image.Image] | None = None,
 ) -> tuple[NormAlignLlavaForConditionalGeneration, LlavaProcessor]:
     """Puts the aligned norm at the end of the projector of a finished LLaVA model.
 
     The finished model was trained without the norm, so it has to be re-aligned by training before it answers well; a
-    warning says so, with T and the gain.
+    warning says so, with T and the gain. With the norm `none` nothing is inserted, and it answers as before.
 
     Args:
         model: folder or Hub id of a LLaVA model (or of ours with the norm `none`), or the loaded model, whose parts are
@@ -49,6 +51,8 @@ def graft(
         aligned_norm: settings that differ from the defaults, see `complete_aligned_norm`.
         processor: the model's processor; None reads it from where the model comes from.
         dtype: of all weights but the norm's; None keeps the dtype of a loaded model and is float32 for a folder or id.
+        calibration_images: for the norm `scale` alone, images whose projected tokens are measured. None generates some,
+            whose tokens may be longer or shorter than those of real pictures.
 
     Returns:
         the model, in eval mode, and its processor. T is in `model.config.aligned_norm["target_norm"]`.
@@ -74,21 +78,31 @@ def graft(
         settings["target_norm"] = measured_text_norm(model, processor.tokenizer, source)
     new = _with_norm(model, settings, source)
     check_pair(new, processor)
-    start_gain_(new, processor)
-    norm = new.get_aligned_norm()
-    gain = "no norm was inserted" if norm is None else f"its gain starts at {norm.weight.detach().mean().item():.6g}"
-    logger.warning(
-        f"Grafted '{source or type(model).__name__}': text norm T = {new.config.aligned_norm['target_norm']:.6g}, {gain}. "
-        f"The model was trained without it and needs re-alignment training before use."
-    )
+    start_gain_(new, processor, calibration_images)
+    _say_what_changed(new, source or type(model).__name__)
     return new, processor
+
+
+def _say_what_changed(model: NormAlignLlavaForConditionalGeneration, name: str) -> None:
+    norm, T = model.get_aligned_norm(), model.config.aligned_norm["target_norm"]
+    if norm is None:
+        logger.warning(
+            f"Nothing was inserted into '{name}' (the norm is 'none'): it gives the logits that it gave before, and needs "
+            f"no training for it. Its text norm is T = {T:.6g}."
+        )
+    else:
+        logger.warning(
+            f"Grafted '{name}': text norm T = {T:.6g}, its gain starts at {norm.weight.detach().mean().item():.6g}. The "
+            f"model was trained without it and needs re-alignment training before use."
+        )
 
 
 def _load(source: str, dtype: torch.dtype) -> PreTrainedModel:
     with explained("The model", source):
         config, _ = PretrainedConfig.get_config_dict(source)
     _refuse_other_families(config, source)
-    with explained("The model", source):
+    # transformers would print a table of the weights that are checked below
+    with explained("The model", source), quiet_transformers():
         model, info = _MODELS[config["model_type"]].from_pretrained(source, dtype=dtype, output_loading_info=True)
     refuse_missing_weights("The model", source, model, info)
     return model

@@ -1,6 +1,7 @@
 """Loads a vision encoder or a language model with what belongs to it, and explains in one paragraph what is missing."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -23,11 +25,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING,
+)
 from transformers.utils import cached_file, logging
 
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
+from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
 
 
 # Encoders trained on their patch tokens; those trained through a pooled token are read one layer earlier, as in LLaVA-1.5.
@@ -79,11 +86,26 @@ def explained(what: str, source: str) -> Iterator[None]:
         raise
     # what a broken file, a missing repository or foreign code raises has no common class
     except Exception as error:
+        if broken := _broken_weights(source):
+            raise NormalignError(
+                f"{what} '{source}' could not be loaded: its file {broken} is truncated or corrupt. Copy or download it again."
+            ) from error
         reason = " ".join(str(error).split()).rstrip(".")
-        reason = reason if len(reason) <= 400 else reason[:400].rsplit(" ", 1)[0] + " ..."
+        reason = reason if len(reason) <= 700 else reason[:700].rsplit(" ", 1)[0] + " ..."
         raise NormalignError(
             f"{what} '{source}' could not be loaded: {reason or type(error).__name__}. {_remedy(source)}"
         ) from error
+
+
+def _broken_weights(source: str) -> Path | None:
+    """The first safetensors file of a folder that cannot be opened."""
+    for file in sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else ():
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return file
+    return None
 
 
 @contextmanager
@@ -110,8 +132,13 @@ def locate(what: str, name: str) -> str:
     """The folder or Hub id for `name` (a preset, a folder, an id).
 
     Raises:
-        NormalignError: `name` is written as a path, and there is no such folder or no config.json in it.
+        NormalignError: `name` is empty, or is written as a path and there is no such folder, or no config.json in it that
+            can be read.
     """
+    if not str(name).strip():
+        raise NormalignError(
+            f"{what} has no name: '{name}' was given. Give a folder, a Hub id (owner/name) or a preset."
+        )
     source = resolve_backbone(str(name))
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -120,13 +147,36 @@ def locate(what: str, name: str) -> str:
                 f"{what} '{source}' is a folder without a config.json. Give the folder that save_pretrained wrote, or "
                 f"the Hub id of the model."
             )
+        read_config(folder)
         return str(folder)
+    if folder.is_file():
+        raise NormalignError(f"{what} '{source}' is a file. Give the folder that it lies in.")
     if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
         raise NormalignError(
             f"{what} '{source}' is not there: no such folder. Give an existing folder, a Hub id (owner/name) or the "
             f"name of a preset."
         )
     return source
+
+
+def read_config(folder: Path) -> dict:
+    """The content of a folder's config.json.
+
+    Raises:
+        NormalignError: the file is empty, no JSON, or no block of settings; names it.
+    """
+    file, remedy = folder / "config.json", "Copy or download it again from where the model came from."
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON and of UTF-8 alike
+        size = file.stat().st_size
+        reason = f"is broken ({' '.join(str(error).split())})" if size else "is empty"
+        raise NormalignError(f"The file {file} {reason}, so the model cannot be loaded. {remedy}") from error
+    if not isinstance(content, dict):
+        raise NormalignError(
+            f"The file {file} holds a {type(content).__name__}, not a block of settings, so it is no model's. {remedy}"
+        )
+    return content
 
 
 def public_name(name: str) -> str:
@@ -153,6 +203,7 @@ def load_vision_encoder(
     """
     what = "The vision encoder"
     source = locate(what, name)
+    _refuse_whole_models(what, source)
     with explained(what, source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     config = getattr(config, "vision_config", None) or config
@@ -169,12 +220,25 @@ def load_vision_encoder(
             mapping = {"^(?!vision_model[.]|text_model[.])": "vision_model."}
             model, info = AutoModel.from_pretrained(source, key_mapping=mapping, **options)
     refuse_missing_weights(what, source, model, info)
+    _refuse_further_layers(what, source, model, info)
     with explained("The image processor of the vision encoder", source), quiet_transformers():
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     if feature_layer is None:
         last = config.model_type in _LAST_LAYER_ENCODERS or getattr(config, "num_hidden_layers", 2) < 2
         feature_layer = -1 if last else -2
     return _measured(model.eval(), image_processor, feature_layer, source)
+
+
+def _refuse_whole_models(what: str, source: str) -> None:
+    with explained(what, source):
+        settings, _ = PretrainedConfig.get_config_dict(source)
+    kind = settings.get("model_type")
+    if kind == NormAlignLlavaConfig.model_type or kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise NormalignError(
+            f"'{source}' is already a vision-language model (model type '{kind}'), not a part of one. Measure it with "
+            f"`normalign inspect`, or give a LLaVA model without the norm to `normalign graft`; compose takes a vision "
+            f"encoder and a language model."
+        )
 
 
 def _refuse_unless_vision(config: PretrainedConfig, source: str) -> None:
@@ -216,6 +280,8 @@ def _measured(model: PreTrainedModel, image_processor, feature_layer: int, sourc
             f"vision_feature_layer is {feature_layer}, but the vision encoder '{source}' has {len(states) - 1} layers: its "
             f"hidden states go from {-len(states)} to {len(states) - 1}, where 0 is the embeddings and -1 the last layer."
         )
+    # the same state counted from the end: transformers 5 takes a 0 for "no hidden states are wanted"
+    feature_layer = feature_layer or -len(states)
     features = states[feature_layer]
     patches = (pixels.shape[-2] // model.config.patch_size) * (pixels.shape[-1] // model.config.patch_size)
     if features.dim() != 3 or features.shape[1] < patches or features.shape[-1] != model.config.hidden_size:
@@ -237,6 +303,7 @@ def load_language_model(name: str, dtype: torch.dtype, trust_remote_code: bool) 
     """
     what = "The language model"
     source = locate(what, name)
+    _refuse_whole_models(what, source)
     with explained(what, source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if getattr(config, "vision_config", None) is not None:
@@ -251,11 +318,13 @@ def load_language_model(name: str, dtype: torch.dtype, trust_remote_code: bool) 
         )
     _read_rope_parameters_(config, source)
     tokenizer = load_tokenizer(source, trust_remote_code)
-    with explained(what, source):
+    # transformers would print a table of the weights that are checked below
+    with explained(what, source), quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     refuse_missing_weights(what, source, model, info)
+    _refuse_further_layers(what, source, model, info)
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise NormalignError(
@@ -331,8 +400,11 @@ def load_generation_config(model: PreTrainedModel) -> GenerationConfig:
 
 
 def refuse_missing_weights(what: str, source: str, model: PreTrainedModel, info: dict) -> None:
-    """Raises NormalignError if loading left weights of the model without values from the checkpoint."""
-    missing = sorted(info["missing_keys"])
+    """Raises NormalignError if loading left weights of the model without values from the checkpoint.
+
+    The norm's are no matter: our models set a gain that is missing from T.
+    """
+    missing = sorted(key for key in info["missing_keys"] if ".aligned_norm." not in key)
     mismatched = sorted(str(key) for key in info.get("mismatched_keys", ()))
     gone = [*missing, *mismatched]
     if gone:
@@ -340,4 +412,20 @@ def refuse_missing_weights(what: str, source: str, model: PreTrainedModel, info:
         raise NormalignError(
             f"{what} '{source}' lacks {len(gone)} weight{'s' if len(gone) > 1 else ''} of {type(model).__name__}, which would "
             f"be random: {names}. Give a checkpoint that has them all."
+        )
+
+
+def _refuse_further_layers(what: str, source: str, model: PreTrainedModel, info: dict) -> None:
+    """Raises NormalignError if the checkpoint has more layers than its config says, so that the upper ones are lost."""
+
+    def kind(key: str) -> str:
+        return re.sub(r"\.\d+\.", ".N.", key.removeprefix("model.").removeprefix("vision_model."))
+
+    known = {kind(key) for key in model.state_dict()}
+    further = sorted(key for key in info["unexpected_keys"] if ".N." in kind(key) and kind(key) in known)
+    if further:
+        raise NormalignError(
+            f"{what} '{source}' has more layers than its config.json says: {len(further)} weights would be left out, "
+            f"{', '.join(further[:2])}, ... Put the number of layers in config.json right, or take the config.json that "
+            f"belongs to these weights."
         )

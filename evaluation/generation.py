@@ -12,46 +12,37 @@ from ..configuration.errors import NormalignError
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
+    from transformers import PreTrainedModel, ProcessorMixin
 
 
 def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedModel, ProcessorMixin]:
     """A model in eval mode and its processor, from a folder or a Hub id; no code of the repository is run.
 
     Ours are loaded with the installed classes, others with transformers' own. Weights keep the format they are stored
-    in, except that half precision becomes float32 where there is no GPU (a CPU is slow in it).
+    in, except that half precision becomes float32 where there is no GPU (a CPU is slow in it). The folder of a PEFT
+    adapter gives its base model with the adapter merged into it, and the processor of the folder, or else the base's.
 
     Raises:
-        NormalignError: there is no such model, or it is not a vision-language model that transformers knows.
+        NormalignError: there is no such model, it is not a vision-language model that transformers knows, a file of it is
+            broken, or its processor has no chat template.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
 
+    from ..assembly.adapters import base_model_of, is_adapter, load_adapter
     from ..assembly.loading import load_processor, locate
     from ..assembly.pairing import check_pair
     from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
-    from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
-    source = locate("The model", str(model))
+    adapter = Path(model).expanduser() if str(model).strip() and is_adapter(model) else None
+    source = locate("The model", str(model)) if adapter is None else locate("The base model", base_model_of(adapter))
     if dtype is None:
         dtype = "auto" if torch.cuda.is_available() else torch.float32
-    try:
-        settings, _ = NormAlignLlavaConfig.get_config_dict(source)
-        if settings.get("model_type") == NormAlignLlavaConfig.model_type:
-            loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(source, dtype=dtype)
-        else:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            _check_takes_images(source, config)
-            loaded = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        if "trust_remote_code" in reason:
-            reason = (
-                "its type is not one that transformers knows, and code of its own is not run here. In Python, load it "
-                "with trust_remote_code=True and a pinned revision, and hand it on: inspect_model takes any model."
-            )
-        raise NormalignError(f"'{source}' cannot be loaded as a vision-language model: {reason}") from error
-    processor = load_processor(source)
+    loaded = _load_whole(source, dtype)
+    own_processor = adapter is not None and (adapter / "processor_config.json").is_file()
+    processor = load_processor(adapter if own_processor else source)
+    if adapter is not None:
+        loaded = load_adapter(loaded, adapter).merge_and_unload()
+    _refuse_without_chat_template(processor, str(adapter) if own_processor else source)
     if loaded.config.model_type == NormAlignLlavaConfig.model_type:
         check_pair(loaded, processor)
     if torch.cuda.is_available():
@@ -59,14 +50,63 @@ def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedM
     return loaded.eval(), processor
 
 
-def _check_takes_images(source: str, config: PretrainedConfig) -> None:
-    """In the place of transformers' message, which lists every model that does."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+def _load_whole(source: str, dtype) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    from ..assembly.loading import explained, quiet_transformers, refuse_missing_weights
+    from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
+    from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+
+    what = "The model"
+    with explained(what, source):
+        settings, _ = PretrainedConfig.get_config_dict(source)
+    options = {"dtype": dtype, "output_loading_info": True}
+    if settings.get("model_type") == NormAlignLlavaConfig.model_type:
+        with explained(what, source), quiet_transformers():
+            loaded, info = NormAlignLlavaForConditionalGeneration.from_pretrained(source, **options)
+    else:
+        _refuse_own_code(settings, source)
+        with explained(what, source):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise NormalignError(
+                f"'{source}' is a model of type '{config.model_type}', which is not a vision-language model that "
+                f"transformers knows. Give one such as LLaVA, or put a vision encoder and a language model together with "
+                f"`normalign compose`."
+            )
+        with explained(what, source), quiet_transformers():
+            loaded, info = AutoModelForImageTextToText.from_pretrained(source, config=config, **options)
+    refuse_missing_weights(what, source, loaded, info)
+    return loaded
+
+
+def _refuse_own_code(settings: dict, source: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if settings.get("auto_map") and settings.get("model_type") not in CONFIG_MAPPING:
         raise NormalignError(
-            f"'{source}' is a model of type {config.model_type}, which does not take images and text together. A language "
-            f"model gets a vision encoder with `normalign compose`."
+            f"'{source}' is a model with code of its own, which is not run here. In Python, load it with "
+            f"trust_remote_code=True and a pinned revision, and hand it on: inspect_model takes any model."
+        )
+
+
+def _refuse_without_chat_template(processor: ProcessorMixin, source: str) -> None:
+    if not getattr(processor, "chat_template", None):
+        raise NormalignError(
+            f"The processor of '{source}' has no chat template, so a question cannot be put as the model was trained: there "
+            f"is no chat_template.jinja, nor a chat_template in processor_config.json. Copy chat_template.jinja from where "
+            f"the model was composed or trained, or from its repository."
+        )
+
+
+def check_prompt(processor: ProcessorMixin, prompt: str) -> None:
+    """Raises NormalignError if the prompt holds the token that stands for an image, which the processor would count."""
+    token = getattr(processor, "image_token", None)
+    if token and token in prompt:
+        raise NormalignError(
+            f"The prompt holds the text {token}, which stands for an image in this model. Leave it out: each image gets "
+            f"its place before the prompt by itself."
         )
 
 
@@ -78,6 +118,7 @@ def open_image(path: str | Path) -> Image.Image:
     """
     from PIL import Image, ImageOps
 
+    path = Path(path).expanduser()
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
@@ -109,9 +150,17 @@ def generate_answers(
     Returns:
         one answer each, in order, without special tokens and surrounding space. An error in a batch is raised, never
         turned into an empty answer.
+
+    Raises:
+        NormalignError: a text holds the token that stands for an image.
     """
     import torch
 
+    for conversation in conversations:
+        for message in conversation:
+            parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
+            for part in parts:
+                check_prompt(processor, part if isinstance(part, str) else part.get("text") or "")
     answers: list[str | None] = [None] * len(conversations)
     # rows with and without images take separate batches: processors disagree about mixing them
     order = sorted(range(len(conversations)), key=lambda i: len(images[i]) == 0)

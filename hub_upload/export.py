@@ -6,9 +6,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from PIL import Image
 
-from ..assembly.loading import load_processor
+from ..assembly.loading import explained, load_processor, quiet_transformers, read_config, refuse_missing_weights
+from ..assembly.saving import check_target, named_folder, write_parts, written_in_full
 from ..configuration.errors import NormalignError
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .model_card import CARD_MARK, model_card, model_facts
@@ -30,8 +28,6 @@ _SHIPPED_SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".py",
 # What the loaders of a local folder leave in the JSON files; no key of these means anything to another machine.
 _LOCAL_KEYS = {"_name_or_path", "name_or_path", "is_local", "local_files_only", "cache_dir", "_commit_hash"}
 _LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
-# Where huggingface_hub keeps its notes on a folder it downloads or uploads.
-_FOLDERS_OF_THE_HUB = {".cache"}
 
 
 def export(
@@ -63,11 +59,11 @@ def export(
     Raises:
         NormalignError: `model_dir` cannot be exported, `out` may not be replaced, or the written folder is not right.
     """
-    out = Path(out).expanduser()
+    out = named_folder(out)
     source = _source_folder(model_dir)
     model_class = MODEL_CLASSES[_supported_model_type(source, str(model_dir))]
-    _check_target(out, source, overwrite)
-    with _written_in_full(out) as folder:
+    check_target(out, sources=[source], overwrite=overwrite, earlier=_is_earlier_export)
+    with written_in_full(out) as folder:
         model, processor = _load_source(model_class, source)
         expected = _logits(model, _sample_inputs(model, processor))
         code = code_files(model_class)
@@ -99,6 +95,8 @@ def code_files(model_class: type) -> list[Path]:
 
 
 def _source_folder(model_dir: str | os.PathLike) -> Path:
+    if not str(model_dir).strip():
+        raise NormalignError("The model has no name: '' was given. Name the folder of a model, or its Hub id.")
     folder = Path(model_dir).expanduser()
     if folder.is_dir():
         return folder
@@ -130,7 +128,7 @@ def _supported_model_type(source: Path, name: str) -> str:
         raise NormalignError(
             f"{name} has no config.json, so it is not the folder of a model.{hint or ' Name the folder itself.'}"
         )
-    model_type = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
+    model_type = read_config(source).get("model_type")
     if model_type not in MODEL_CLASSES:
         raise NormalignError(
             f"{name} is a model of type {model_type!r}, and `normalign export` writes the type"
@@ -146,38 +144,20 @@ def _supported_model_type(source: Path, name: str) -> str:
 
 
 def _load_source(model_class: type, source: Path):
-    try:
-        model = model_class.from_pretrained(source, dtype="auto").eval()
-    except (ValueError, RuntimeError, OSError) as error:
-        raise NormalignError(f"The model in {source} cannot be loaded: {error}") from error
-    return model, load_processor(source)
+    with explained("The model", str(source)), quiet_transformers():
+        model, info = model_class.from_pretrained(source, dtype="auto", output_loading_info=True)
+    refuse_missing_weights("The model", str(source), model, info)
+    processor = load_processor(source)
+    if not processor.chat_template:
+        raise NormalignError(
+            f"The processor of {source} has no chat template: there is no chat_template.jinja in the folder, nor a "
+            f"chat_template in its processor_config.json, so nobody could ask the exported model as it was trained. Copy "
+            f"chat_template.jinja from where the model was composed or trained, and export again."
+        )
+    return model.eval(), processor
 
 
 # --- where it goes
-
-
-def _check_target(out: Path, source: Path, overwrite: bool) -> None:
-    inner, outer = source.resolve(), out.resolve()
-    if inner == outer or outer in inner.parents:
-        raise NormalignError(
-            f"Writing {out} would replace the model that is exported ({source}). Name another folder."
-        )
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise NormalignError(f"{out} is a file. Name a folder to write.")
-    entries = list(out.iterdir())
-    folders = sorted(e.name for e in entries if e.is_dir() and e.name not in _FOLDERS_OF_THE_HUB)
-    if folders:
-        raise NormalignError(
-            f"{out} holds the folder{'s' if len(folders) > 1 else ''} {', '.join(folders[:3])}, which an export never "
-            f"has, so it is not replaced. Name another folder."
-        )
-    if entries and not overwrite and not _is_earlier_export(out):
-        raise NormalignError(
-            f"{out} is not empty and not an earlier export. Name another folder, empty it, or have it replaced with "
-            f"--overwrite (in Python overwrite=True)."
-        )
 
 
 def _is_earlier_export(folder: Path) -> bool:
@@ -190,43 +170,15 @@ def _is_earlier_export(folder: Path) -> bool:
     )
 
 
-@contextmanager
-def _written_in_full(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong."""
-    # a link keeps pointing to the folder, and "." has a name
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
-        folder = work / out.name
-        folder.mkdir()
-        yield folder
-        if out.exists():
-            out.rename(work / "replaced")
-            try:
-                folder.rename(out)
-            except BaseException:
-                (work / "replaced").rename(out)
-                raise
-        else:
-            folder.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 # --- what is written
 
 
 def _write(model, processor, folder: Path, code: list[Path]) -> None:
     _forget_where_it_came_from(model.config)
     _give_no_token_type_ids(processor.tokenizer)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    write_parts(model, processor, folder)
     for file in code:
         shutil.copyfile(file, folder / file.name)
-    for file in folder.glob("*.safetensors"):
-        # safetensors lets the owner alone read its files
-        shutil.copymode(folder / "config.json", file)
     for file in folder.glob("*.json"):
         _strip_local_keys(file)
 

@@ -73,6 +73,11 @@ def _compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
 
 
+def _is_exporting() -> bool:
+    # before torch 2.7 export could not be told from compilation
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+
+
 class _LayerNormGWC(torch.autograd.Function):
     """LayerNorm whose backward hands the input the gradient of the gain g/mu in place of g.
 
@@ -135,7 +140,7 @@ class _RMSNormGWC(torch.autograd.Function):
             dxhat = dy * _compensated_gain(weight.to(dtype), ctx.floor)
             dx = (rstd * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight.dtype)
+            dweight = (dy * xhat).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
         return dx, dweight, None, None
 
 
@@ -240,7 +245,8 @@ class AlignedNorm(nn.Module):
         return self.weight.detach().float().abs().mean().clamp(min=self.gwc_floor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gwc and torch.is_grad_enabled() and x.requires_grad:
+        compensate = self.gwc and torch.is_grad_enabled() and x.requires_grad
+        if compensate and not _is_exporting():
             if self.kind == "layernorm":
                 return _LayerNormGWC.apply(x, self.weight, self.bias, self.eps, self.gwc_floor)
             if self.kind == "rmsnorm":
@@ -248,18 +254,35 @@ class AlignedNorm(nn.Module):
             return _ScaleGWC.apply(x, self.weight, self.gwc_floor)
         dtype = _compute_dtype(x, self.weight)
         wide, weight = x.to(dtype), self.weight.to(dtype)
-        if self.kind == "layernorm":
-            y = F.layer_norm(wide, x.shape[-1:], weight, self.bias.to(dtype), self.eps)
-        elif self.kind == "rmsnorm":
-            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * weight
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if compensate:
+            y = self._forward_in_plain_steps(wide, weight, bias)
+        elif self.kind == "layernorm":
+            y = F.layer_norm(wide, x.shape[-1:], weight, bias, self.eps)
         else:
-            y = wide * weight
+            y = self._normalise(wide) * weight
         return y.to(x.dtype)
+
+    def _forward_in_plain_steps(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """GWC without a backward function of its own, which an exported graph would lose: slower, the same gradients."""
+        xhat = self._normalise(x)
+        held, mu = xhat.detach(), weight.detach().abs().mean().clamp(min=self.gwc_floor)
+        y = (held + (xhat - held) / mu) * weight
+        return y if bias is None else y + bias
+
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "layernorm":
+            return F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        if self.kind == "rmsnorm":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return x
 
     def _apply(self, fn, recurse=True):
         def keep_float32(tensor):
             moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in (torch.bfloat16, torch.float16) else moved
+            return tensor.to(moved.device, torch.float32) if moved.dtype in (torch.bfloat16, torch.float16) else moved
 
         return super()._apply(keep_float32, recurse)
 

@@ -17,12 +17,12 @@ ALIGNED_NORM_DEFAULTS = {
 _KINDS = ("layernorm", "rmsnorm", "scale", "none")
 
 
-def _is_number(value, above: float = -math.inf) -> bool:
+def _is_number(value, above: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > above
 
 
-def complete_aligned_norm(settings: dict | None) -> dict:
-    """The `aligned_norm` block with every key present and checked.
+def complete_aligned_norm(settings: dict | None, base: dict | None = None) -> dict:
+    """The `aligned_norm` block with every key present and checked; keys that are left out come from `base`.
 
     Keys: `kind` (layernorm, rmsnorm, scale, none), `gain_init` ("text" for T/sqrt(hidden_size), or a number),
     `target_norm` (the T that was used; None until it is measured), `eps`, `trainable`, `gwc`, `gwc_floor`.
@@ -39,10 +39,10 @@ def complete_aligned_norm(settings: dict | None) -> dict:
             f"Unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in aligned_norm. "
             f"Known keys: {', '.join(ALIGNED_NORM_DEFAULTS)}."
         )
-    full = {**ALIGNED_NORM_DEFAULTS, **settings}
+    full = {**ALIGNED_NORM_DEFAULTS, **(base or {}), **settings}
     checks = {
         "kind": (full["kind"] in _KINDS, f"one of {', '.join(_KINDS)}"),
-        "gain_init": (full["gain_init"] == "text" or _is_number(full["gain_init"]), "'text' or a finite number"),
+        "gain_init": (full["gain_init"] == "text" or _is_number(full["gain_init"], 0), "'text' or a number above 0"),
         "target_norm": (full["target_norm"] is None or _is_number(full["target_norm"], 0), "null or a number above 0"),
         "eps": (_is_number(full["eps"], 0), "a number above 0"),
         "trainable": (isinstance(full["trainable"], bool), "true or false"),
@@ -58,6 +58,9 @@ def complete_aligned_norm(settings: dict | None) -> dict:
 class NormAlignLlavaConfig(LlavaConfig):
     """A LlavaConfig with one more block, `aligned_norm` (see `complete_aligned_norm`).
 
+    Assigning a block with some of the keys, also by `from_pretrained(..., aligned_norm={"gwc": False})`, changes these
+    and keeps the others.
+
     Source of the method: arXiv 2512.08374.
     """
 
@@ -66,7 +69,7 @@ class NormAlignLlavaConfig(LlavaConfig):
 
     def __init__(self, vision_config=None, text_config=None, aligned_norm: dict | None = None, **kwargs):
         kwargs.pop("auto_map", None)
-        self.aligned_norm = complete_aligned_norm(aligned_norm)
+        self.aligned_norm = aligned_norm
         super().__init__(vision_config=vision_config, text_config=text_config, **kwargs)
         # Plain names, never "repo--name": what is saved carries its own code files.
         model = "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration"
@@ -78,3 +81,14 @@ class NormAlignLlavaConfig(LlavaConfig):
             "AutoModelForMultimodalLM": model,
             "AutoModelForCausalLM": model,
         }
+
+    def __setattr__(self, key, value):
+        # transformers sets the keywords of from_pretrained as attributes, past the constructor
+        if key == "aligned_norm":
+            value = complete_aligned_norm(value, self.__dict__.get("aligned_norm"))
+        super().__setattr__(key, value)
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in transformers; a block that was changed in place to something invalid is refused."""
+        complete_aligned_norm(self.aligned_norm)
+        return super().save_pretrained(*args, **kwargs)

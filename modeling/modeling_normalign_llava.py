@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from transformers import AutoModel, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, GenerationMixin, PreTrainedModel, __version__
 from transformers.models.llava.modeling_llava import (
     LlavaForConditionalGeneration,
     LlavaModel,
@@ -78,28 +78,36 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
         """Starts the gain anew, as `config.aligned_norm.gain_init` says, and writes T to the config.
 
         Args:
-            target_norm: T; when None the T of the config, and when that is None too, T is measured on the embeddings.
+            target_norm: T; when None, T is measured on the embeddings.
             input_norm: mean norm of the projected tokens, for kind `scale` alone.
 
         Returns:
             the gain (one value for all channels).
 
         Raises:
-            ValueError: there is no norm to initialise, or T cannot be measured (see `text_embedding_norm`).
+            ValueError: there is no norm to initialise, its weights are not in memory (offloaded), or T cannot be
+                measured (see `text_embedding_norm`).
         """
-        settings = self.config.aligned_norm
         norm = self.get_aligned_norm()
         if norm is None:
             raise ValueError("aligned_norm.kind is 'none': there is no gain to initialise.")
-        T = target_norm or settings["target_norm"] or text_embedding_norm(self.get_input_embeddings())
-        settings["target_norm"] = T
+        if norm.weight.device.type == "meta":
+            raise ValueError(
+                "The gain of the aligned norm is not in memory (offloaded, or on the meta device), so it cannot be set. "
+                "Load the model once without offloading, save it, and load that."
+            )
+        T = target_norm or text_embedding_norm(self.get_input_embeddings())
+        self._set_gain_(norm, T, input_norm)
+        self.config.aligned_norm["target_norm"] = T
+        return norm.weight.flatten()[0].item()
+
+    def _set_gain_(self, norm: AlignedNorm, T: float, input_norm: float | None = None) -> None:
         for parameter in norm.parameters():
             parameter._is_hf_initialized = False
-        if settings["gain_init"] == "text":
+        if self.config.aligned_norm["gain_init"] == "text":
             norm.set_target_norm_(T, input_norm)
         else:
-            norm.set_gain_(float(settings["gain_init"]))
-        return norm.weight.flatten()[0].item()
+            norm.set_gain_(float(self.config.aligned_norm["gain_init"]))
 
     def get_aligned_norm(self) -> AlignedNorm | None:
         """The norm at the end of the projector, or None for kind `none`."""
@@ -138,6 +146,9 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         model._check_loaded_keys(info, pretrained_model_name_or_path)
+        if norm := model.get_aligned_norm():
+            # transformers 5 builds the parameters anew on loading
+            norm.requires_grad_(model.config.aligned_norm["trainable"])
         return (model, info) if output_loading_info else model
 
     def _check_loaded_keys(self, info: dict, source) -> None:
@@ -152,18 +163,22 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
                 problems.append(
                     f"{len(random)} weights are not in it and would be random ({', '.join(random[:3])}, ...)"
                 )
-            if any("aligned_norm" in key for key in unexpected):
-                problems.append(f"it holds an aligned norm, but config.aligned_norm.kind is {kind!r}")
+            if norm_parts := [key.rsplit(".", 1)[1] for key in unexpected if ".aligned_norm." in f".{key}"]:
+                problems.append(
+                    f"it holds an aligned norm's {' and '.join(norm_parts)}, but config.aligned_norm.kind is {kind!r}"
+                )
             elif unexpected:
                 problems.append(
                     f"{len(unexpected)} of its weights have no place in the model ({', '.join(unexpected[:3])}, ...)"
                 )
+            saved_by = getattr(self.config, "transformers_version", None)
             raise ValueError(
                 f"The checkpoint {source} does not fit {type(self).__name__}: {'; '.join(problems)}. Load it with the "
-                f"config it was saved with; a LLaVA model without the norm is converted by `normalign graft`."
+                f"config and the generation of transformers it was saved with (it says {saved_by}, this is {__version__}); "
+                f"a LLaVA model without the norm is converted by `normalign graft`."
             )
         if whole_norm_missing:
-            gain = self.initialize_aligned_norm_()
+            gain = self.initialize_aligned_norm_(self.config.aligned_norm["target_norm"])
             logger.warning(
                 f"The checkpoint {source} has no aligned norm: its gain was set to {gain:.6g} from the text norm "
                 f"T = {self.config.aligned_norm['target_norm']:.6g}. The model needs re-alignment training."
@@ -191,7 +206,8 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, LlavaModel):
         table = self.get_input_embeddings().weight
         # on the meta device (from_pretrained) or sharded away the gain comes from the checkpoint or is set after loading
         if table.device.type != "meta" and table.numel() and math.isfinite(n := table.norm().item()) and n > 0:
-            self.initialize_aligned_norm_()
+            # not written to the config: other weights may follow, with another T
+            self._set_gain_(self.get_aligned_norm(), text_embedding_norm(self.get_input_embeddings()))
 
 
 class NormAlignLlavaForConditionalGeneration(

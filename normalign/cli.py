@@ -6,6 +6,7 @@ A room is imported when its command runs, after the arguments have been checked:
 from __future__ import annotations
 
 import json
+import math
 import sys
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import Enum
@@ -41,6 +42,9 @@ class _Program(TyperGroup):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, _UsageError, BrokenPipeError):
             raise
+        except KeyboardInterrupt:
+            typer.echo("Interrupted; what was being written is not finished. Run the command again.", err=True)
+            raise typer.Exit(130) from None
         except Exception as error:
             if ctx.params.get("debug"):
                 raise
@@ -49,7 +53,9 @@ class _Program(TyperGroup):
 
 
 def _say_error(error: Exception) -> None:
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+    if isinstance(error, PermissionError) and error.filename is not None:
+        paragraph = f"Permission denied: {error.filename}. Name a place that you may read and write, or have its rights changed."
+    elif isinstance(error, OSError) and error.strerror and error.filename is not None:
         paragraph = f"{error.strerror}: {error.filename}"
     elif isinstance(error, NormalignError | OSError | ValueError):
         paragraph = str(error)
@@ -91,19 +97,58 @@ class DType(str, Enum):
     float16 = "float16"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a Hub id.", show_default=False)]
-Out = Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="Folder to write.")]
+def _folder_to_write(given: str | Path) -> Path:
+    """A folder's path with `~` resolved; that it may be written is checked where it is written."""
+    if not str(given).strip():
+        raise typer.BadParameter("'' names no folder.")
+    folder = Path(given).expanduser()
+    if folder.is_symlink() and not folder.exists():
+        raise typer.BadParameter(f"'{folder}' is a link to a folder that is not there. Make that, or name another.")
+    if folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(f"'{folder}' is a file. Name a folder.")
+    return folder
+
+
+def _file_to_read(given: str | Path) -> Path:
+    """The path of a file that is there, with `~` resolved."""
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise typer.BadParameter(f"There is no file '{given}'.")
+    return file
+
+
+def _model(given: str) -> str:
+    if not given.strip():
+        raise typer.BadParameter("'' names no model. Give a local folder or a Hub id.")
+    return given
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A local folder or a Hub id.", show_default=False, parser=_model)
+]
+Out = Annotated[Path, typer.Option("--out", parser=_folder_to_write, metavar="DIR", help="Folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds other files.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
 ImagePaths = Annotated[
     list[Path] | None,
-    typer.Option("--image", exists=True, dir_okay=False, metavar="PATH", help="An image; may be given several times."),
+    typer.Option("--image", parser=_file_to_read, metavar="PATH", help="An image; may be given several times."),
+]
+CalibrationImages = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--images",
+        parser=_file_to_read,
+        metavar="PATH...",
+        help="For --norm scale: images whose projected tokens are measured, one or several.  "
+        "[dim]default: generated ones[/]",
+    ),
 ]
 Norm = Annotated[NormKind | None, typer.Option("--norm", help="Kind of aligned norm.  [dim]default: layernorm[/]")]
 GainInit = Annotated[
     str | None,
     typer.Option(
         metavar="text|N",
-        help="Gain at the start: 'text' for the text norm over the root of the width, or a number.  "
+        help="Gain at the start: 'text' for the text norm over the root of the width, or a number above 0.  "
         "[dim]default: text[/]",
     ),
 ]
@@ -111,6 +156,8 @@ Gwc = Annotated[
     bool | None,
     typer.Option("--gwc/--no-gwc", help="Global Weight Compensation in the backward pass.  [dim]default: on[/]"),
 ]
+
+DTypeOption = Annotated[DType | None, typer.Option("--dtype", help="Number format.  [dim]default: float32[/]")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -140,11 +187,17 @@ def demo(out: Out = Path("outputs/demo"), as_json: AsJson = False) -> None:
         _print_json(results)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def compose(
-    vision: Annotated[str, typer.Option(metavar="ID", help="Vision encoder: a local folder or a Hub id.")],
-    text: Annotated[str, typer.Option(metavar="ID", help="Language model: a local folder or a Hub id.")],
+    ctx: typer.Context,
+    vision: Annotated[
+        str, typer.Option(parser=_model, metavar="ID", help="Vision encoder: a local folder or a Hub id.")
+    ],
+    text: Annotated[
+        str, typer.Option(parser=_model, metavar="ID", help="Language model: a local folder or a Hub id.")
+    ],
     out: Out,
+    overwrite: Overwrite = False,
     norm: Norm = None,
     gain_init: GainInit = None,
     gwc: Gwc = None,
@@ -152,15 +205,22 @@ def compose(
         int | None,
         typer.Option(metavar="N", help="Encoder layer to read, such as -2.  [dim]default: by the encoder[/]"),
     ] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Number format.  [dim]default: the language model's[/]")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the projector's first weights.")] = None,
+    dtype: DTypeOption = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of the projector's first weights."),
+    ] = None,
+    images: CalibrationImages = None,
     as_json: AsJson = False,
 ) -> None:
     """Put a vision encoder and a language model together, aligned from the start."""
     aligned_norm = _aligned_norm(norm, gain_init, gwc)
-    from .assembly import compose
+    paths = _calibration_paths(ctx, images, norm)
+    from .assembly import check_target, compose, save_whole
 
     with _only_json(as_json):
+        sources = [vision, text]
+        check_target(out, sources=sources, overwrite=overwrite)
         model, processor = compose(
             vision,
             text,
@@ -168,27 +228,34 @@ def compose(
             vision_feature_layer=vision_feature_layer,
             dtype=dtype and dtype.value,
             seed=seed,
+            calibration_images=_opened(paths),
         )
-        _save(model, processor, out)
+        save_whole(model, processor, out, sources=sources, overwrite=overwrite)
     _report(_summary(model, out), as_json)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def graft(
+    ctx: typer.Context,
     model: Model,
     out: Out,
+    overwrite: Overwrite = False,
     norm: Norm = None,
     gain_init: GainInit = None,
     gwc: Gwc = None,
+    dtype: DTypeOption = None,
+    images: CalibrationImages = None,
     as_json: AsJson = False,
 ) -> None:
     """Insert the aligned norm into a finished model, which then needs training to be of use again."""
     aligned_norm = _aligned_norm(norm, gain_init, gwc)
-    from .assembly import graft
+    paths = _calibration_paths(ctx, images, norm)
+    from .assembly import check_target, graft, save_whole
 
     with _only_json(as_json):
-        grafted, processor = graft(model, aligned_norm)
-        _save(grafted, processor, out)
+        check_target(out, sources=[model], overwrite=overwrite)
+        grafted, processor = graft(model, aligned_norm, dtype=dtype and dtype.value, calibration_images=_opened(paths))
+        save_whole(grafted, processor, out, sources=[model], overwrite=overwrite)
     _report(_summary(grafted, out), as_json)
 
 
@@ -199,8 +266,7 @@ def inspect(
     images: Annotated[
         list[Path] | None,
         typer.Option(
-            exists=True,
-            dir_okay=False,
+            parser=_file_to_read,
             metavar="PATH...",
             help="Images to look at, one or several.  [dim]default: eight built-in scenes with their questions[/]",
         ),
@@ -208,7 +274,7 @@ def inspect(
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to put beside each image.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(file_okay=False, metavar="DIR", help="Folder for report.json, report.html and figures."),
+        typer.Option(parser=_folder_to_write, metavar="DIR", help="Folder for report.json, report.html and figures."),
     ] = None,
     compare: Annotated[
         str | None,
@@ -259,7 +325,7 @@ def train(
     ctx: typer.Context,
     recipe: Annotated[
         Path,
-        typer.Argument(exists=True, dir_okay=False, metavar="RECIPE.yaml", show_default=False, help="What to do."),
+        typer.Argument(parser=_file_to_read, metavar="RECIPE.yaml", show_default=False, help="What to do."),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -305,7 +371,7 @@ def chat(
 def export(
     model: Model,
     out: Out,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds other files.")] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a self-contained folder for the Hub: weights, code, processor and card."""
@@ -326,14 +392,33 @@ def _gain_init(given: str | None) -> str | float | None:
     if given in (None, "text"):
         return given
     try:
-        return float(given)
+        number = float(given)
     except ValueError:
         raise typer.BadParameter(f"'{given}' is neither 'text' nor a number.", param_hint="'--gain-init'") from None
+    if not (math.isfinite(number) and number > 0):
+        raise typer.BadParameter(f"The gain must be a finite number above 0, got {given}.", param_hint="'--gain-init'")
+    return number
+
+
+def _calibration_paths(ctx: typer.Context, images: list[Path] | None, norm: NormKind | None) -> list[Path]:
+    """The images of `--images`, which the norm `scale` alone looks at."""
+    if ctx.args and not images:
+        raise typer.BadParameter(f"Got unexpected extra argument ({ctx.args[0]})")
+    if images and norm != NormKind.scale:
+        raise typer.BadParameter("They are measured for --norm scale alone: leave them out.", param_hint="'--images'")
+    return [*(images or []), *_further_images(ctx)]
+
+
+def _opened(paths: list[Path]) -> list | None:
+    """The images, or None for none."""
+    from .evaluation.generation import open_image
+
+    return [open_image(path) for path in paths] or None
 
 
 def _further_images(ctx: typer.Context) -> list[Path]:
     """What follows the first path of `--images a.png b.png c.png`."""
-    paths = [Path(argument) for argument in ctx.args]
+    paths = [Path(argument).expanduser() for argument in ctx.args]
     for path in paths:
         if not path.is_file():
             raise typer.BadParameter(f"There is no image '{path}'.", param_hint="'--images'")
@@ -363,10 +448,12 @@ def _what_to_inspect(
 
 def _inspected(model: str, pictures: list, options: dict[str, Any]):
     """The report of one model, with a progress bar over the samples of each stage."""
-    from .evaluation.generation import load_model
+    from .evaluation.generation import check_prompt, load_model
     from .inspection import inspect_model
 
     loaded, processor = load_model(model)
+    for prompt in options["prompts"] or ():
+        check_prompt(processor, prompt)
     with _stage_bars() as advance:
         report = inspect_model(loaded, processor, pictures, progress=advance, **options)
     report.data["model"] = model
@@ -420,11 +507,6 @@ def _next_question() -> str:
         return ""
 
 
-def _save(model, processor, out: Path) -> None:
-    model.save_pretrained(out)
-    processor.save_pretrained(out)
-
-
 def _summary(model, out: Path) -> dict[str, Any]:
     return {
         "out": str(out),
@@ -470,5 +552,5 @@ def _readable(value: Any) -> str:
 
 
 def main() -> None:
-    """Run the program; exits with 0 when done, 1 when it failed, 2 when it was called wrongly."""
+    """Run the program; exits with 0 when done, 1 when it failed, 2 when called wrongly, 130 when interrupted."""
     app(prog_name="normalign")

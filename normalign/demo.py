@@ -7,8 +7,8 @@ questions with and without seeing the pictures, exports, and loads the export in
 from __future__ import annotations
 
 import json
+import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +17,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .assembly.saving import named_folder, save_whole
 from .configuration.errors import NormalignError
 
 
 QUESTIONS = 600
 SHOWN = 8
+MARKER = ".normalign-demo"
+MARKER_VERSION = 1
 
 
 def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, overrides: dict | None = None) -> dict:
     """Runs the demo and writes everything into `out`.
 
     Args:
-        out: the folder; an earlier demo in it is replaced.
+        out: the folder. The files of an earlier demo are replaced, which that has noted in `.normalign-demo`.
         questions: held-out questions to answer, once with the picture and once with a black one.
         overrides: changes to both training recipes by dotted key, such as {"max_steps": 20}.
 
@@ -39,7 +42,8 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
     Raises:
         NormalignError: `out` holds something else, or the export does not give the model's own logits.
     """
-    # heavy imports here, so that `normalign --help` stays quick
+    out = _empty_folder(out)
+    # the rooms are imported once the folder is found to do
     import torch
     from rich.console import Console
     from transformers.utils import logging
@@ -55,15 +59,18 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
     console = Console()
     # bars of a fraction of a second would bury the ones that matter
     logging.disable_progress_bar()
-    out = _empty_folder(Path(out))
     start = time.perf_counter()
     seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(name: str, words: str) -> Iterator[None]:
+    def phase(name: str, words: str, *written: str) -> Iterator[None]:
         console.rule(f"[bold]{words}", align="left")
         began = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            # a demo that was broken off can be run again in the same folder
+            _note_written(out, *written)
         seconds[name] = round(time.perf_counter() - began, 1)
         console.print(f"[dim]{seconds[name]:.0f} s, {time.perf_counter() - start:.0f} s in all[/]")
 
@@ -71,14 +78,13 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
     held_out = digit_scene_rows(questions, seed=1, split="test", text_only_share=0)
     pictures = [row["images"][0] for row in held_out[:SHOWN]]
 
-    with phase("compose", "1  Compose: mini vision encoder + mini language model"):
+    with phase("compose", "1  Compose: mini vision encoder + mini language model", "composed"):
         # the two stages ask for the arm aligned_gwc, which is the default block of the config
         with quiet_transformers():  # it says that torchvision is not there; the images are resized by Pillow
             model, processor = compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)
-        model.save_pretrained(out / "composed")
-        processor.save_pretrained(out / "composed")
+        save_whole(model, processor, out / "composed")
 
-    with phase("inspect", "2  Inspect: the norm gap and what the aligned norm does to it"):
+    with phase("inspect", "2  Inspect: the norm gap and what the aligned norm does to it", "inspection"):
         before = inspect_model(model, processor, pictures)
         before.save(out / "inspection" / "before_training")
         interface = before.data["interface"]
@@ -94,14 +100,16 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         ("stage1", "3  Train stage 1: projector and norm, on captions"),
         ("stage2", "4  Train stage 2: projector, norm and language model, on questions"),
     ):
-        with phase(stage, words):
+        with phase(stage, words, stage):
             source = {"model": str(out / "composed")} if stage == "stage1" else {"from_stage": "stage1"}
             train(
                 recipes / f"{stage}.yaml",
                 {**source, "output_dir": str(out / stage), **(overrides or {})},
             )
 
-    with phase("evaluate", f"5  Evaluate: {questions} held-out questions, then the same with black pictures"):
+    with phase(
+        "evaluate", f"5  Evaluate: {questions} held-out questions, then the same with black pictures", "inspection"
+    ):
         model, processor = load_model(out / "stage2")
         inspect_model(model, processor, pictures).save(out / "inspection" / "after_training")
         with _progress(console, 2 * questions) as advance:
@@ -116,7 +124,7 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
             "chance": chance_accuracy(held_out),
         }
 
-    with phase("export", "6  Export, and load the export in a process without normalign"):
+    with phase("export", "6  Export, and load the export in a process without normalign", "export", "pictures"):
         folder = export(out / "stage2", out / "export", results=scores)
         _save_pictures(out / "pictures", pictures)
         reload = _reload(folder, model, processor, out / "pictures", held_out[: len(pictures)])
@@ -139,29 +147,84 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         "machine": {"system": platform.platform(terse=True), "threads": torch.get_num_threads()},
         "versions": {name: version(name) for name in ("normalign", "torch", "transformers", "trl")},
     }
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    figure = _draw(held_out[:SHOWN], answers[:SHOWN], out / "held_out_scenes.png")
+    try:
+        (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        figure = _draw(held_out[:SHOWN], answers[:SHOWN], out / "held_out_scenes.png")
+    finally:
+        _note_written(out, "results.json", "held_out_scenes.png")
     _print_results(console, results, figure)
     return results
 
 
-def _empty_folder(out: Path) -> Path:
-    """`out`, made new; what an earlier demo left there is removed, anything else is kept and refused."""
-    left_by_us = {"composed", "stage1", "stage2", "inspection", "pictures", "export", "results.json"}
-    left_by_us.add("held_out_scenes.png")
-    if out.is_file():
-        raise NormalignError(f"{out} is a file; the demo needs a folder to write to. Give another one with --out.")
-    found = {path.name for path in out.iterdir()} if out.exists() else set()
-    if found - left_by_us:
-        raise NormalignError(
-            f"The folder {out} holds {', '.join(sorted(found - left_by_us)[:3])}, which is not from a demo. Nothing was "
-            f"changed. Give an empty or new folder with --out."
-        )
-    for name in found:
-        path = out / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def _empty_folder(out: str | Path) -> Path:
+    """`out`, empty but for the demo's marker; what an earlier demo wrote there is removed, anything else is refused.
+
+    Raises:
+        NormalignError: the folder is not a demo's, or holds something that the demo has not written as it is now.
+    """
+    out = named_folder(out)
+    if out.exists() and any(out.iterdir()):
+        written = _read_marker(out)
+        entries = _entries(out)
+        strange = sorted(name for name, state in entries.items() if name != MARKER and written.get(name) != state)
+        if strange:
+            raise NormalignError(
+                f"The folder {out} holds {', '.join(strange[:3])}, of which the demo has no record: it is not from the "
+                f"demo, was changed after it, or a demo was killed while it wrote. Nothing was removed. Give an empty or "
+                f"new folder with --out, or remove this one yourself."
+            )
+        # files before the folders that they lie in
+        for name in sorted(set(entries) - {MARKER}, reverse=True):
+            path = out / name
+            path.rmdir() if name.endswith("/") else path.unlink()
     out.mkdir(parents=True, exist_ok=True)
+    _write_marker(out, {})
     return out
+
+
+def _read_marker(out: Path) -> dict[str, Any]:
+    """What the demo noted that it has written into `out`.
+
+    Raises:
+        NormalignError: there is no note of a demo.
+    """
+    try:
+        marker = json.loads((out / MARKER).read_text(encoding="utf-8"))
+        if marker["version"] == MARKER_VERSION and isinstance(marker["written"], dict):
+            return marker["written"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    found = ", ".join(sorted(path.name for path in out.iterdir())[:3])
+    raise NormalignError(
+        f"The folder {out} holds {found} and no {MARKER} of a demo, so it is not replaced. Give an empty or new folder "
+        f"with --out."
+    )
+
+
+def _write_marker(out: Path, written: dict[str, Any]) -> None:
+    about = "Written by `normalign demo`: the files that the next demo in this folder may remove."
+    marker = {"version": MARKER_VERSION, "about": about, "written": written}
+    (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def _note_written(out: Path, *names: str) -> None:
+    """Adds to the marker what now lies under these names of `out`."""
+    found = {name: state for name, state in _entries(out).items() if name.split("/")[0] in names}
+    _write_marker(out, {**_read_marker(out), **found})
+
+
+def _entries(out: Path) -> dict[str, Any]:
+    """All that lies in `out`, by relative name: [size, time of the last change] of a file, None for a folder ("name/")."""
+    entries: dict[str, Any] = {}
+    for folder, folders, names in os.walk(out):
+        here = Path(folder)
+        links = [name for name in folders if (here / name).is_symlink()]
+        for name in set(folders) - set(links):
+            entries[f"{(here / name).relative_to(out).as_posix()}/"] = None
+        for name in [*names, *links]:
+            state = (here / name).lstat()
+            entries[(here / name).relative_to(out).as_posix()] = [state.st_size, state.st_mtime_ns]
+    return entries
 
 
 @contextmanager

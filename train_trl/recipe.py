@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -30,6 +31,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "scale": {"kind": "scale", "gain_init": "text"},
 }
 _SOURCES = ("model", "from_stage", "compose")
+_MOST_ROWS = 10_000_000
+# far beyond any use; above 1e37 the optimizer's own sums overflow
+_HIGHEST_RATE = 1_000_000
 
 
 class RecipeError(NormalignError):
@@ -76,7 +80,8 @@ class Recipe:
 
     Args:
         name: the stage's name, shown on the progress bar and in the log.
-        output_dir: where the finished folder, its checkpoints and train_log.jsonl go.
+        output_dir: where the finished folder, its checkpoints and train_log.jsonl go; a new or empty folder.
+        overwrite: remove an earlier run's folder first, if `output_dir` is one.
         model: a folder or Hub id to go on from.
         from_stage: the name of a former stage's folder, next to `output_dir`.
         compose: the backbones to start from.
@@ -115,6 +120,7 @@ class Recipe:
     logging_steps: int = 10
     save_steps: int | None = None
     save_total_limit: int | None = None
+    overwrite: bool = False
 
     def __post_init__(self):
         given = [name for name in _SOURCES if getattr(self, name) is not None]
@@ -123,18 +129,50 @@ class Recipe:
                 "A recipe says where it starts by exactly one of 'model' (a folder or Hub id), 'from_stage' (a former "
                 f"stage's name) and 'compose' (two backbones); this one has {' and '.join(given) or 'none of them'}."
             )
+        self._check_places()
+        self._check_numbers()
+        if self.compose is not None:
+            self.compose.aligned_norm = self._aligned_norm_of_arm()
+
+    def _check_places(self) -> None:
+        compose = self.compose
+        places = {"output_dir": self.output_dir, "model": self.model, "from_stage": self.from_stage}
+        if compose is not None:
+            places |= {"compose.vision": compose.vision, "compose.text": compose.text}
+        for key, place in places.items():
+            if place is not None and not place.strip():
+                raise RecipeError(f"{key} is empty. Name a folder{'' if key == 'output_dir' else ' or a Hub id'}.")
+        self.output_dir = str(Path(self.output_dir).expanduser())
+        if Path(self.output_dir).is_file():
+            raise RecipeError(f"output_dir is {self.output_dir}, which is a file. Name a folder to write.")
+
+    def _check_numbers(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RecipeError(f"{item.name} must be a finite number, got {value}.")
         positive = ("learning_rate", "batch_size", "gradient_accumulation", "epochs", "logging_steps")
         optional = ("max_steps", "save_steps", "save_total_limit")
         for key in (*positive, *(name for name in optional if getattr(self, name) is not None)):
             if not getattr(self, key) > 0:
                 raise RecipeError(f"{key} must be above 0, got {getattr(self, key)}.")
+        if self.learning_rate > _HIGHEST_RATE:
+            raise RecipeError(f"learning_rate must be at most {_HIGHEST_RATE:,}, got {self.learning_rate:g}.")
         for key in ("weight_decay", "warmup", "max_grad_norm", "dataloader_workers"):
             if not getattr(self, key) >= 0:
                 raise RecipeError(f"{key} must not be negative, got {getattr(self, key)}.")
-        if self.data.rows < 1:
-            raise RecipeError(f"data.rows must be above 0, got {self.data.rows}.")
-        if self.compose is not None:
-            self.compose.aligned_norm = self._aligned_norm_of_arm()
+        if not 0 < self.data.rows <= _MOST_ROWS:
+            raise RecipeError(
+                f"data.rows must be above 0 and at most {_MOST_ROWS:,}, got {self.data.rows:,}: all rows are "
+                f"drawn before the first step. For a longer run set epochs."
+            )
+        seeds = {"seed": (self.seed, 32), "data.seed": (self.data.seed, 63)}
+        if self.compose is not None and self.compose.seed is not None:
+            seeds["compose.seed"] = (self.compose.seed, 63)
+        for key, (seed, bits) in seeds.items():
+            # the trainer gives the run's seed to NumPy too, which takes 32 bits
+            if not 0 <= seed < 2**bits:
+                raise RecipeError(f"{key} must be from 0 to {2**bits - 1} (2**{bits} - 1), got {seed}.")
 
     def _aligned_norm_of_arm(self) -> dict[str, Any]:
         settings = self.compose.aligned_norm
@@ -176,12 +214,14 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         RecipeError: the file is missing or no YAML mapping, or a key or value does not fit (it is named, with the
             nearest right one).
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise RecipeError(f"There is no recipe {path}.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"The recipe {path} is not a text file (UTF-8). Name a YAML file.") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"The recipe {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise RecipeError(f"The recipe {path} must be a mapping of keys to values.")
@@ -283,7 +323,10 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     if hint is not str:
         value = _read_text(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise RecipeError(f"'{key}' must be a number, got one of {len(str(value))} digits.") from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         what = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
         raise RecipeError(f"'{key}' must be {what}, got {value!r}.")

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import re
+import shutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from transformers import ProcessorMixin, set_seed
+from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
-from ..assembly.loading import load_processor
+from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
+from ..assembly.saving import is_at_or_above, named_folder
+from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
-from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
+from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks import StageProgress, TrainLog
 from .parts import freeze, frozen_modules, training_table
-from .recipe import ARMS, Recipe, load_recipe
+from .recipe import ARMS, Recipe, RecipeError, load_recipe
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
+LOG_NAME = "train_log.jsonl"
 _ROWS_AT_ONCE = 256
+# What a run leaves beside its checkpoints: weights, configs, the processor's files and the log.
+_WRITTEN = ("*.safetensors", "*config.json", "*.index.json", LOG_NAME, "chat_template.jinja", "training_args.bin")
+_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt")
+_CODE = {file.name for file in Path(inspect.getfile(NormAlignLlavaForConditionalGeneration)).parent.glob("*.py")}
 # the newer name of the two; TRL would otherwise switch it on
 _CHECKPOINTING = (
     "activation_checkpointing" if hasattr(SFTConfig, "activation_checkpointing") else "gradient_checkpointing"
@@ -35,7 +47,12 @@ _CHECKPOINTING = (
 
 def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
     """Trains what the recipe says; see `normalign.train_trl.train`."""
-    return run(load_recipe(recipe_path, overrides))
+    recipe = load_recipe(recipe_path, overrides)
+    try:
+        check_settings(recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{recipe_path}: {error}") from error
+    return run(recipe)
 
 
 def run(recipe: Recipe) -> Path:
@@ -45,13 +62,16 @@ def run(recipe: Recipe) -> Path:
         `recipe.output_dir`, by then a complete model folder with code, processor and train_log.jsonl.
 
     Raises:
-        NormalignError: the recipe, the model, the processor or a row of the data does not fit.
+        NormalignError: the recipe, the model, the processor or a row of the data does not fit, `output_dir` is not
+            empty, or the weights are not finite at the end (nothing is saved then).
     """
     if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 18):
         raise NormalignError(
             f"Training needs transformers 5.18 or newer, whose processors can mark the assistant's tokens; installed "
             f"is {transformers.__version__}. Run: pip install -U transformers"
         )
+    check_settings(recipe)
+    check_output(recipe)
     set_seed(recipe.seed)
     dataset = load_data(recipe)
     model, processor = load_or_compose(recipe, dataset)
@@ -59,6 +79,8 @@ def run(recipe: Recipe) -> Path:
     check_supervision(dataset, processor)
     freeze(model, recipe.tune)
     trainer = build_trainer(model, processor, dataset, recipe)
+    # an earlier run stays until the new one is ready to start
+    clear_output(recipe)
     if trainer.is_world_process_zero():
         _print_table(model, recipe)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
@@ -66,7 +88,98 @@ def run(recipe: Recipe) -> Path:
         trainer.train()
     finally:
         log.close()
+    refuse_values_not_finite(model, recipe)
     return save(trainer, recipe.output_dir)
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Looks at what `load_recipe`, which does without torch, cannot know: the optimizer's name and the norm's block.
+
+    Raises:
+        RecipeError: names the key, and the nearest right values.
+    """
+    optimizers = [name.value for name in OptimizerNames]
+    if recipe.optimizer not in optimizers:
+        near = [name for name in optimizers if recipe.optimizer and name.startswith(recipe.optimizer)]
+        near = near or difflib.get_close_matches(recipe.optimizer, optimizers, cutoff=0.4) or ["adamw_torch", "sgd"]
+        raise RecipeError(
+            f"There is no optimizer {recipe.optimizer!r}. Near it are {', '.join(near[:3])}; transformers' OptimizerNames has "
+            f"all {len(optimizers)}."
+        )
+    if re.search("8bit|paged|bnb", recipe.optimizer) and find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            f"The optimizer {recipe.optimizer!r} needs the extra 'quant': pip install 'normalign[quant]'."
+        )
+    if recipe.compose is not None:
+        try:
+            complete_aligned_norm(recipe.compose.aligned_norm)
+        except ValueError as error:
+            raise RecipeError(f"compose: {error}") from error
+
+
+def check_output(recipe: Recipe) -> None:
+    """Makes sure that the run gets a folder of its own: a new or empty one, or one that `clear_output` may empty.
+
+    Raises:
+        NormalignError: the folder holds what the run starts from, is not empty, or is no earlier run's.
+    """
+    folder = named_folder(recipe.output_dir)
+    starts = [recipe.compose.vision, recipe.compose.text] if recipe.compose else [recipe.start_folder()]
+    for start in (Path(resolve_backbone(start)).expanduser() for start in starts):
+        if start.is_dir() and is_at_or_above(folder, start):
+            raise NormalignError(
+                f"output_dir {folder} holds the model that the run starts from ({start}), which would be lost. Name "
+                f"another folder with --output_dir."
+            )
+    # of the processes of one run, the first may have begun to write already
+    if not _is_first_process() or not folder.exists() or not any(folder.iterdir()):
+        return
+    if not recipe.overwrite:
+        raise NormalignError(
+            f"output_dir {folder} is not empty, and a run does not mix with what is there. Name another folder with "
+            f"--output_dir, or have an earlier run in it replaced with --overwrite true."
+        )
+    if not (folder / LOG_NAME).is_file():
+        raise NormalignError(
+            f"output_dir {folder} has no {LOG_NAME}, so it is not the folder of an earlier run and is not replaced. Name "
+            f"another one with --output_dir."
+        )
+    strange = sorted(path.name for path in folder.iterdir() if not _is_of_a_run(path))
+    if strange:
+        raise NormalignError(
+            f"output_dir {folder} is not replaced, because it holds {', '.join(strange[:3])}, which training does not write. "
+            f"Move that away, or name another folder with --output_dir."
+        )
+
+
+def clear_output(recipe: Recipe) -> None:
+    """Empties the folder of an earlier run, where `check_output` has found that it is one; its log goes last."""
+    folder = Path(recipe.output_dir)
+    if not recipe.overwrite or not _is_first_process() or not folder.exists():
+        return
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == LOG_NAME):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _is_first_process() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _is_of_a_run(path: Path) -> bool:
+    if path.is_dir():
+        return re.fullmatch(r"checkpoint-\d+", path.name) is not None
+    return path.name in _CODE or any(path.match(pattern) for pattern in _WRITTEN)
+
+
+def refuse_values_not_finite(model: nn.Module, recipe: Recipe) -> None:
+    """Raises NormalignError with the first weight that is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise NormalignError(
+                f"After the last step of {recipe.name} the weight {name} holds values that are not finite, so the model is "
+                f"of no use and was not saved. Lower learning_rate (it is {recipe.learning_rate:g}) or max_grad_norm (it is "
+                f"{recipe.max_grad_norm:g}), and look at the last lines of {Path(recipe.output_dir) / LOG_NAME}."
+            )
 
 
 def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, ProcessorMixin]:
@@ -90,14 +203,20 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
             seed=recipe.seed if block.seed is None else block.seed,
             calibration_images=first_images(dataset) if block.aligned_norm.get("kind") == "scale" else None,
         )
-    start = recipe.start_folder()
-    found = NormAlignLlavaConfig.get_config_dict(start)[0].get("model_type")
+    start = locate("The model", recipe.start_folder())
+    with explained("The model", start):
+        found = NormAlignLlavaConfig.get_config_dict(start)[0].get("model_type")
     if found != "normalign_llava":
         raise NormalignError(
             f"{start} is a model of type {found!r}; training needs a normalign_llava model. An existing LLaVA is "
             f"converted by `normalign graft`, two backbones are put together by a recipe's `compose` block."
         )
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+    # transformers would print a table of the weights that are checked below
+    with explained("The model", start), quiet_transformers():
+        model, info = NormAlignLlavaForConditionalGeneration.from_pretrained(
+            start, dtype=torch.float32, output_loading_info=True
+        )
+    refuse_missing_weights("The model", start, model, info)
     settings = model.config.aligned_norm
     for key, value in ARMS.get(recipe.arm, {}).items():
         if settings[key] != value:
@@ -197,7 +316,7 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
     )
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
-    trainer.add_callback(TrainLog(Path(recipe.output_dir) / "train_log.jsonl", model, recipe.name))
+    trainer.add_callback(TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name))
     return trainer
 
 

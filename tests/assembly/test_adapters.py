@@ -94,3 +94,15 @@ def test_a_folder_that_is_no_adapter_is_named(trained):
     folder, _ = trained
     with pytest.raises(NormalignError, match="base is not the folder of an adapter"):
         load_adapter(None, folder / "base")
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_of_an_adapter_that_is_cut_off_is_named(trained, file):
+    folder, _ = trained
+    whole = (folder / "adapter" / file).read_bytes()
+    (folder / "adapter" / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(NormalignError, match="adapter' could not be loaded") as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    if file.endswith(".safetensors"):
+        assert f"{folder / 'adapter' / file} is truncated or corrupt" in str(caught.value)

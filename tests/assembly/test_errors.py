@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
@@ -104,20 +105,76 @@ def test_dtype_that_is_none(backbone):
     assert "'int8'" in refusal(backbone("siglip"), backbone("smollm2"), dtype="int8")
 
 
-def test_checkpoint_with_weights_missing(backbone, copied):
+def test_checkpoint_with_weights_missing(backbone, copied, capfd):
     folder = copied("llama3")
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    capfd.readouterr()
     message = refusal(backbone("siglip"), str(folder))
     assert "lacks 1 weight of LlamaForCausalLM" in message and "model.layers.1.mlp.up_proj.weight" in message
+    # transformers 5 would print a table of its own before
+    assert "up_proj" not in capfd.readouterr().err
 
 
 def test_file_that_is_cut_off(backbone, copied):
     folder = copied("llama3")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert str(folder) in refusal(backbone("siglip"), str(folder))
+    message = refusal(backbone("siglip"), str(folder))
+    assert f"{folder / 'model.safetensors'} is truncated or corrupt" in message
+
+
+@pytest.mark.both_generations
+@pytest.mark.parametrize("family", ["llama3", "smollm2", "siglip", "siglip_vision", "clip", "dinov2"])
+def test_checkpoint_with_more_layers_than_its_config(backbone, copied, family):
+    folder = copied(family)
+    config = json.loads((folder / "config.json").read_text())
+    config.get("vision_config", config)["num_hidden_layers"] = 1
+    for key in ("out_features", "out_indices", "stage_names"):  # of DINOv2, by layer
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    is_text = family in ("llama3", "smollm2")
+    message = refusal(backbone("siglip"), str(folder)) if is_text else refusal(str(folder), backbone("smollm2"))
+    assert str(folder) in message and "has more layers than its config.json says" in message
+    assert any(name in message for name in ("layers.1.", "layer.1."))
+
+
+@pytest.mark.parametrize(("content", "words"), [("[1]", "holds a list"), ("{", "is broken"), ("", "is empty")])
+def test_config_that_is_no_block_of_settings(backbone, copied, content, words):
+    folder = copied("llama3")
+    (folder / "config.json").write_text(content)
+    message = refusal(backbone("siglip"), str(folder))
+    assert str(folder / "config.json") in message and words in message
+
+
+def test_names_that_are_empty_or_a_file(backbone):
+    assert "The vision encoder has no name" in refusal("", backbone("smollm2"))
+    assert "The language model has no name" in refusal(backbone("siglip"), " ")
+    assert "is a file. Give the folder that it lies in" in refusal(f"{backbone('siglip')}/config.json", "x")
+
+
+def test_a_seed_that_torch_does_not_take(backbone):
+    for seed in (-1, 2**63):
+        assert "seed must be from 0" in refusal(backbone("siglip"), backbone("smollm2"), seed=seed)
+
+
+def test_a_whole_model_as_a_part(backbone, saved):
+    for arguments in ((str(saved()), backbone("smollm2")), (backbone("siglip"), str(saved()))):
+        assert "is already a vision-language model (model type 'normalign_llava')" in refusal(*arguments)
+
+
+@pytest.mark.both_generations
+def test_hidden_state_0_is_that_of_the_embeddings(backbone):
+    """transformers 5 takes a 0 for "none are wanted" where LLaVA reads the encoder."""
+    model, processor = compose(backbone("siglip"), backbone("smollm2"), {"kind": "none"}, vision_feature_layer=0)
+    inputs = processor(images=Image.effect_noise((32, 32), 90).convert("RGB"), text="<image>", return_tensors="pt")
+    with torch.no_grad():
+        states = model.model.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states
+        features = model.get_image_features(pixel_values=inputs["pixel_values"])
+        features = getattr(features, "pooler_output", features)
+        assert torch.equal(features[0], model.model.multi_modal_projector(states[0])[0])
+    assert check_pair(model, processor) == 16
 
 
 def test_embedding_table_that_is_all_zero(backbone, copied):

@@ -68,12 +68,21 @@ def picture():
     return Image.new("RGB", (40, 40), "green")
 
 
-def test_grafting_none_leaves_the_logits_as_they_were(llava):
+def test_grafting_none_leaves_the_logits_as_they_were_and_says_so(llava, caplog):
     folder, model = llava
     new, processor = graft(str(folder), {"kind": "none"})
+    assert "Nothing was inserted" in caplog.text and "re-alignment" not in caplog.text
     inputs = processor(images=[picture()], text="<image>What?", return_tensors="pt")
     with torch.no_grad():
         assert torch.equal(new(**inputs).logits, model(**inputs).logits)
+
+
+def test_the_norm_scale_is_measured_on_the_images_that_are_given(llava, caplog):
+    ours, _ = graft(str(llava[0]), {"kind": "scale"}, calibration_images=[picture()])
+    assert "generated" not in caplog.text
+    theirs, _ = graft(str(llava[0]), {"kind": "scale"})
+    assert "measured on 4 generated images and may be off on real ones" in caplog.text
+    assert not torch.equal(ours.get_aligned_norm().weight, theirs.get_aligned_norm().weight)
 
 
 def test_model_of_ours_without_a_norm_gets_one_and_one_with_a_norm_is_refused(backbone, saved, tmp_path):

@@ -1,5 +1,8 @@
 """Answers by generation: batches, images and no images, scores, and image files of every kind."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from PIL import Image
@@ -58,8 +61,6 @@ def test_chat_answers_about_an_image_file(folder, composed, rows, tmp_path):
 
 
 def test_loading_runs_no_code_of_the_folder(folder, tmp_path):
-    import shutil
-
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "modeling_normalign_llava.py").write_text("raise SystemExit('ran code of the folder')")
     model, _ = load_model(copy)
@@ -78,12 +79,75 @@ def test_what_is_no_model_gets_one_paragraph(tmp_path, content):
 
 def test_a_language_model_and_a_model_with_code_of_its_own_are_told_from_others(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(NormalignError, match="type llama, which does not take images.*normalign compose") as caught:
+    with pytest.raises(
+        NormalignError, match="type 'llama', which is not a vision-language.*normalign compose"
+    ) as caught:
         load_model(tmp_path)
     assert len(str(caught.value)) < 400
     (tmp_path / "config.json").write_text('{"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}')
-    with pytest.raises(NormalignError, match="code of its own is not run here.*inspect_model takes any model"):
+    with pytest.raises(NormalignError, match="code of its own, which is not run here.*inspect_model takes any model"):
         load_model(tmp_path)
+
+
+@pytest.fixture
+def adapter(folder, tmp_path):
+    """A folder with an adapter of the model in `folder`, and the answers of both together."""
+    from peft import LoraConfig, get_peft_model
+
+    base, processor = load_model(folder)
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=r".*language_model.*q_proj"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", adapted.merge_and_unload().eval()
+
+
+def base_of(adapter, name):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
+
+
+@pytest.mark.parametrize("base", ["absolute", "relative"])
+@pytest.mark.parametrize("own_processor", [False, True])
+def test_the_folder_of_an_adapter_is_loaded_with_its_base_model(adapter, folder, composed, base, own_processor):
+    path, expected = adapter
+    if base == "relative":
+        shutil.copytree(folder, path.parent / "base")
+        base_of(path, "../base")
+    if own_processor:
+        composed[1].save_pretrained(path)
+    model, processor = load_model(path)
+    ids = processor.tokenizer("Is there a 7?", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+        assert not torch.allclose(model(ids).logits, composed[0](ids).logits, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/nowhere/base", "The base model '/nowhere/base' is not there"),
+        ("nobody/no-such-model", "'nobody/no-such-model' could not be loaded"),
+        ("", "does not name its base model"),
+        (None, "does not name its base model"),
+    ],
+)
+def test_an_adapter_without_a_base_model_is_refused(adapter, name, words):
+    base_of(adapter[0], name)
+    with pytest.raises(NormalignError, match=words):
+        load_model(adapter[0])
+    (adapter[0] / "adapter_config.json").write_text("[")
+    with pytest.raises(NormalignError, match="adapter_config.json is broken or does not name its base model"):
+        load_model(adapter[0])
+
+
+def test_a_text_with_the_image_token_is_refused(composed):
+    for content in ("a <image> b", [{"type": "text", "text": "a <image> b"}]):
+        with pytest.raises(NormalignError, match="holds the text <image>"):
+            generate_answers(*composed, [[{"role": "user", "content": content}]], [[]])
 
 
 def test_exact_match_counts_over_all_and_by_kind():

@@ -73,6 +73,9 @@ def make_model(tiny_config):
     def make(**options):
         torch.manual_seed(0)
         model = NormAlignLlavaForConditionalGeneration(tiny_config(**options)).eval()
+        if model.get_aligned_norm() is not None:
+            # as compose does; a model of random weights keeps no T
+            model.initialize_aligned_norm_()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "aligned_norm" in name:

@@ -168,7 +168,7 @@ def test_an_earlier_export_is_replaced(checkpoint, exported, tmp_path):
 def test_other_files_are_kept_unless_told(checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(NormalignError, match="not empty and not an earlier export"):
+    with pytest.raises(NormalignError, match="is not empty"):
         export(checkpoint, tmp_path / "out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
     export(checkpoint, tmp_path / "out", overwrite=True)
@@ -193,7 +193,7 @@ def test_a_folder_with_folders_is_never_replaced(checkpoint, tmp_path):
 
 def test_the_source_is_never_replaced(checkpoint):
     for out in (checkpoint, checkpoint.parent):
-        with pytest.raises(NormalignError, match="would replace the model that is exported"):
+        with pytest.raises(NormalignError, match="would replace what it is made from"):
             export(checkpoint, out, overwrite=True)
 
 
@@ -285,6 +285,23 @@ def test_a_checkpoint_without_processor_is_refused(model, tmp_path):
     model.save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(NormalignError, match="The processor of the model .* could not be loaded"):
         export(tmp_path / "checkpoint", tmp_path / "out")
+
+
+@pytest.mark.both_generations
+def test_a_checkpoint_without_chat_template_is_refused(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(NormalignError, match="has no chat template.*chat_template.jinja.*Copy"):
+        export(copy, tmp_path / "out")
+    assert names(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("out", ["", "file"])
+def test_a_place_that_is_no_folder_is_refused(checkpoint, tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(NormalignError, match="has no name|file is a file"):
+        export(checkpoint, out, overwrite=True)
 
 
 def test_a_gain_that_is_not_finite_is_named(make_model, make_checkpoint, tmp_path):

@@ -76,9 +76,9 @@ def test_card_without_results_has_no_figure(model):
 def test_card_shows_the_results_of_the_demo(model):
     results = {"accuracy": 0.91, "accuracy_black_image": 0.2, "chance": 0.19, "seconds": 200, "export": "/home/me/out"}
     text = card_of(model, results=results).content
-    assert "| built-in digit scenes: accuracy on held-out scenes | accuracy | 0.91 |  |  |" in text
-    assert "| built-in digit scenes: the same with black images | accuracy | 0.2 |  |  |" in text
-    assert "| built-in digit scenes: chance | accuracy | 0.19 |  |  |" in text
+    assert "| built-in digit scenes: accuracy on held-out scenes | exact match | 0.91 |  |  |" in text
+    assert "| built-in digit scenes: the same with black images | exact match | 0.2 |  |  |" in text
+    assert "| built-in digit scenes: chance | exact match | 0.19 |  |  |" in text
     assert "/home/me" not in text and "None recorded" not in text
 
 

@@ -185,6 +185,7 @@ def test_parameters_stay_float32_when_the_model_is_cast_down():
         assert torch.equal(norm[0].weight, before)
     assert norm[1].weight.dtype == torch.bfloat16
     assert norm.double()[0].weight.dtype == torch.float64
+    assert norm.half()[0].weight.dtype == torch.float32
     assert AlignedNorm(HIDDEN).to("meta").weight.device.type == "meta"
 
 
@@ -242,14 +243,19 @@ def test_deepcopy_is_independent_and_equal():
     assert norm.weight.max() < 1
 
 
+@pytest.mark.parametrize("gwc", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_export_keeps_the_values(kind):
-    norm = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), AlignedNorm(HIDDEN, kind=kind))
-    norm[1].set_target_norm_(0.5)
-    x = torch.randn(2, HIDDEN)
-    for module in (norm.train(), norm.eval()):
-        exported = torch.export.export(module, (x,)).module()
-        torch.testing.assert_close(exported(x), module(x))
+def test_exported_graph_keeps_values_and_gradients(kind, gwc):
+    """torch.export knows no backward function of our own, so the graph holds plain steps with the same gradients."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), AlignedNorm(HIDDEN, kind=kind, gwc=gwc)).double()
+    module[1].set_target_norm_(0.5)
+    x, dy = torch.randn(2, HIDDEN).double(), torch.randn(2, HIDDEN).double()
+    expected = gradients(module, x, list(module.parameters()), dy)
+    for training in (True, False):
+        exported = torch.export.export(module.train(training), (x,)).module()
+        parameters = [exported.get_parameter(name) for name, _ in module.named_parameters()]
+        assert_same(gradients(exported, x, parameters, dy), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -295,6 +301,14 @@ def test_no_grad_and_input_without_gradient_take_the_plain_path():
     torch.testing.assert_close(norm.bias.grad, torch.full((HIDDEN,), 2.0))
     with torch.no_grad():
         assert norm(x.requires_grad_()).grad_fn is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_vector_alone(kind):
+    norm = double_norm(kind, GAINS["positive"])
+    x, dy = torch.randn(HIDDEN).double(), torch.randn(HIDDEN).double()
+    parameters = list(norm.parameters())
+    assert_same(gradients(norm, x, parameters, dy), gradients(lambda x: reference(norm, x), x, parameters, dy))
 
 
 def test_empty_batch_of_features():

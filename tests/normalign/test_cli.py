@@ -1,16 +1,20 @@
 """The command line program: help, exit statuses, errors as one paragraph, JSON alone on stdout."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from normalign import __version__
 from normalign.cli import app
+from normalign.configuration.backbones import resolve_backbone
 from normalign.configuration.errors import NormalignError
 from normalign.train_trl import RecipeError
 
@@ -148,67 +152,278 @@ def test_python_dash_m_normalign_is_the_program():
     assert done.stdout == f"normalign {__version__}\n"
 
 
-class Saved:
-    """Stands for a model or a processor: notes where it was saved."""
-
-    def __init__(self):
-        self.config = SimpleNamespace(aligned_norm={"kind": "rmsnorm", "target_norm": 1.09})
-        self.folder = None
-
-    def parameters(self):
-        return []
-
-    def save_pretrained(self, folder):
-        self.folder = folder
+# --- compose and graft, for real
 
 
-def test_compose_passes_only_the_settings_that_were_given(room, tmp_path):
-    calls, model, processor = [], Saved(), Saved()
+MINI = ["compose", "--vision", "mini-vision", "--text", "mini-language"]
 
-    def compose(*args, **kwargs):
-        calls.append((args, kwargs))
-        return model, processor
 
-    room("assembly", compose=compose)
-    result = run(
-        "compose",
-        "--vision",
-        "v",
-        "--text",
-        "t",
-        "--out",
-        tmp_path,
-        "--norm",
-        "rmsnorm",
-        "--gain-init",
-        "0.5",
-        "--no-gwc",
-    )
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a model that the program composed of the mini backbones, for tests that only read it."""
+    out = tmp_path_factory.mktemp("composed") / "model"
+    result = run(*MINI, "--out", out, "--seed", "0", "--json")
     assert result.exit_code == 0, result.stderr
-    assert calls.pop() == (
-        ("v", "t", {"kind": "rmsnorm", "gain_init": 0.5, "gwc": False}),
-        {"vision_feature_layer": None, "dtype": None, "seed": None},
+    assert json.loads(result.stdout)["out"] == str(out)
+    return out
+
+
+@pytest.fixture
+def copy(model, tmp_path):
+    """A copy of that model, to be damaged."""
+    return shutil.copytree(model, tmp_path / "copy")
+
+
+@pytest.fixture
+def scene(tmp_path):
+    path = tmp_path / "scene.png"
+    Image.effect_mandelbrot((64, 64), (-2, -1.5, 1, 1.5), 20).convert("RGB").save(path)
+    return path
+
+
+def settings_of(folder):
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+@pytest.fixture
+def paragraph(capfd):
+    """A function that runs the program, which must fail with this status and one paragraph, which it gives."""
+
+    def fail(*arguments, status=1):
+        result = run(*arguments)
+        assert result.exit_code == status, result.stderr
+        assert result.stdout == ""
+        # the table that transformers prints goes to the real stderr
+        assert "MISSING" not in capfd.readouterr().err
+        if status == 1:
+            assert result.stderr.splitlines()[-1].startswith("Error: ") and "Unexpected" not in result.stderr
+        return result.stderr.splitlines()[-1] if status == 1 else " ".join(result.stderr.replace("│", " ").split())
+
+    return fail
+
+
+def test_compose_saves_what_was_asked_for_and_says_it(tmp_path):
+    out = tmp_path / "model"
+    result = run(*MINI, "--out", out, "--norm", "rmsnorm", "--gain-init", "0.5", "--no-gwc", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.stderr
+    settings = settings_of(out)
+    norm = settings["aligned_norm"]
+    assert (norm["kind"], norm["gain_init"], norm["gwc"]) == ("rmsnorm", 0.5, False)
+    assert settings["dtype"] == "bfloat16"
+    assert f"aligned_norm.target_norm  {norm['target_norm']:.4g}" in result.stdout
+
+
+def test_the_same_seed_gives_the_same_weights_in_float32(model, tmp_path):
+    run(*MINI, "--out", tmp_path / "again", "--seed", "0")
+    assert settings_of(model)["dtype"] == "float32"
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("command", [MINI, ["graft", "no/such-model"]])
+def test_a_folder_in_use_is_refused_before_the_long_work(paragraph, copy, command, monkeypatch):
+    for name in ("compose", "graft"):
+        monkeypatch.setattr(f"normalign.assembly.{name}", failing(AssertionError("the long work was begun")))
+    before = names(copy)
+    assert "is not empty" in paragraph(*command, "--out", copy)
+    assert "holds the folder copy" in paragraph(*command, "--out", copy.parent, "--overwrite")
+    assert names(copy) == before
+
+
+def test_overwrite_replaces_files_and_never_a_source(paragraph, copy, tmp_path):
+    vision, text = (
+        shutil.copytree(resolve_backbone(f"mini-{part}"), tmp_path / part) for part in ("vision", "language")
     )
-    assert model.folder == processor.folder == tmp_path
-    assert "aligned_norm.target_norm" in result.stdout
+    arguments = ["compose", "--vision", vision, "--text", text, "--overwrite", "--out"]
+    for source in (vision, text, tmp_path):
+        before = names(source)
+        assert "would replace what it is made from" in paragraph(*arguments, source)
+        assert names(source) == before
+    assert "would replace what it is made from" in paragraph("graft", copy, "--out", copy, "--overwrite")
+    (copy / "stale.txt").touch()
+    result = run(*arguments, copy)
+    assert result.exit_code == 0, result.stderr
+    assert "stale.txt" not in names(copy)
 
-    run("compose", "--vision", "v", "--text", "t", "--out", tmp_path, "--seed", "3", "--dtype", "bfloat16")
-    assert calls.pop() == (("v", "t", None), {"vision_feature_layer": None, "dtype": "bfloat16", "seed": 3})
+
+def test_graft_of_none_says_that_nothing_was_inserted(tmp_path, caplog):
+    plain = tmp_path / "plain"
+    assert run(*MINI, "--out", plain, "--norm", "none").exit_code == 0
+    caplog.clear()
+    result = run("graft", plain, "--out", tmp_path / "none", "--norm", "none", "--dtype", "bfloat16", "--json")
+    assert json.loads(result.stdout)["aligned_norm"]["kind"] == "none"
+    assert settings_of(tmp_path / "none")["dtype"] == "bfloat16"
+    assert "Nothing was inserted" in caplog.text and "needs no training" in caplog.text
+    assert "re-alignment" not in caplog.text and "without it" not in caplog.text
+    caplog.clear()
+    assert run("graft", plain, "--out", tmp_path / "grafted").exit_code == 0
+    assert "re-alignment training" in caplog.text and "Nothing" not in caplog.text
 
 
-def test_json_stands_alone_on_stdout(room, tmp_path):
-    def graft(model, aligned_norm):
-        print("loading")
-        return Saved(), Saved()
+def test_the_norm_scale_is_measured_on_the_images_that_are_given(tmp_path, scene, caplog):
+    def gain(name, *images):
+        result = run(*MINI, "--out", tmp_path / name, "--norm", "scale", "--seed", "0", *images)
+        assert result.exit_code == 0, result.stderr
+        weights = load_file(tmp_path / name / "model.safetensors")
+        return weights["model.multi_modal_projector.aligned_norm.weight"].mean().item()
 
-    room("assembly", graft=graft)
-    result = run("graft", "model", "--out", tmp_path, "--json")
-    assert json.loads(result.stdout) == {
-        "out": str(tmp_path),
-        "parameters": 0,
-        "aligned_norm": {"kind": "rmsnorm", "target_norm": 1.09},
-    }
-    assert result.stderr == "loading\n"
+    generated = gain("generated")
+    assert "measured on 4 generated images and may be off on real ones" in caplog.text and "--images" in caplog.text
+    caplog.clear()
+    black = tmp_path / "black.png"
+    Image.new("RGB", (64, 64)).save(black)
+    one, two = gain("one", "--images", scene), gain("two", "--images", scene, black)
+    assert "generated" not in caplog.text
+    assert len({generated, one, two}) == 3
+
+
+def test_home_is_meant_by_a_tilde(model, tmp_path, scene, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "home-model").symlink_to(model)
+    assert run(*MINI, "--out", "~/new").exit_code == 0
+    assert "config.json" in names(tmp_path / "new")
+    result = run("inspect", "~/home-model", "--images", "~/scene.png", "~/scene.png", "--out", "~/report")
+    assert result.exit_code == 0, result.stderr
+    assert "report.json" in names(tmp_path / "report")
+    result = run("chat", "~/home-model", "--image", "~/scene.png", "--prompt", "How many?", "--max-new-tokens", "2")
+    assert result.exit_code == 0, result.stderr
+    assert run("export", "~/home-model", "--out", "~/export").exit_code == 0
+
+
+# --- what users get wrong
+
+
+def commands_on(folder):
+    return [
+        ["inspect", folder],
+        ["chat", folder, "--prompt", "?"],
+        ["export", folder, "--out", folder.parent / "out"],
+        ["graft", folder, "--out", folder.parent / "out"],
+        ["compose", "--vision", folder, "--text", "mini-language", "--out", folder.parent / "out"],
+        ["compose", "--vision", "mini-vision", "--text", folder, "--out", folder.parent / "out"],
+    ]
+
+
+@pytest.mark.parametrize(("content", "words"), [("[]", "holds a list"), ("{broken", "is broken"), ("", "is empty")])
+def test_a_config_that_is_none_is_named_by_every_command(paragraph, copy, content, words):
+    (copy / "config.json").write_text(content)
+    for command in commands_on(copy):
+        message = paragraph(*command)
+        assert str(copy / "config.json") in message and words in message
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"", lambda whole: b"\xff" * 64]
+)
+def test_weights_that_are_cut_off_or_corrupt_are_named(paragraph, copy, damage):
+    file = copy / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    for command in commands_on(copy)[:3]:
+        message = paragraph(*command)
+        assert f"{file} is truncated or corrupt. Copy or download it again" in message
+
+
+def test_weights_that_are_missing_are_named_and_never_random(paragraph, copy):
+    weights = load_file(copy / "model.safetensors")
+    weights.pop("model.multi_modal_projector.linear_1.weight")
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    for command in commands_on(copy)[:3]:
+        message = paragraph(*command)
+        assert "multi_modal_projector.linear_1.weight" in message and "would be random" in message
+
+
+def test_a_processor_without_a_chat_template_is_named(paragraph, copy):
+    (copy / "chat_template.jinja").unlink()
+    for command in commands_on(copy)[:3]:
+        message = paragraph(*command)
+        assert "has no chat template" in message and str(copy) in message and "Copy chat_template.jinja" in message
+
+
+@pytest.mark.parametrize("part", ["mini-vision", "mini-language"])
+def test_a_part_of_a_model_cannot_be_asked_or_inspected(paragraph, part):
+    for arguments in (["inspect", part], ["chat", part, "--prompt", "?"]):
+        message = paragraph(*arguments)
+        assert "not a vision-language model" in message and "normalign compose" in message and len(message) < 400
+
+
+def test_a_whole_model_is_no_part_to_compose_of(paragraph, model, tmp_path):
+    for command in commands_on(model)[-2:]:
+        message = paragraph(*command[:-1], tmp_path / "out")
+        assert "is already a vision-language model" in message and "graft" in message and "inspect" in message
+
+
+def test_the_text_of_the_image_token_in_a_prompt_is_refused(paragraph, model, scene):
+    for arguments in (["chat", model, "--image", scene], ["inspect", model]):
+        assert "holds the text <image>" in paragraph(*arguments, "--prompt", "What is <image>?")
+
+
+def test_a_state_before_the_first_layer_can_be_read(tmp_path):
+    result = run(*MINI, "--out", tmp_path / "model", "--vision-feature-layer", "0")
+    assert result.exit_code == 0, result.stderr
+    assert run("inspect", tmp_path / "model").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*MINI, "--out", ""], "'' names no folder"),
+        ([*MINI, "--out", __file__], "is a file"),
+        ([*MINI, "--out", "x", "--gain-init", "0"], "finite number above 0, got 0"),
+        ([*MINI, "--out", "x", "--gain-init", "-1"], "finite number above 0, got -1"),
+        ([*MINI, "--out", "x", "--gain-init", "inf"], "finite number above 0, got inf"),
+        ([*MINI, "--out", "x", "--gain-init", "nan"], "finite number above 0, got nan"),
+        ([*MINI, "--out", "x", "--seed", str(2**63)], "--seed"),
+        ([*MINI, "--out", "x", "--seed", "-1"], "--seed"),
+        ([*MINI, "--out", "x", "--images", __file__], "for --norm scale alone"),
+        ([*MINI, "--out", "x", "stray"], "unexpected extra argument (stray)"),
+        (["compose", "--vision", "", "--text", "b", "--out", "x"], "'' names no model"),
+        (["inspect", ""], "'' names no model"),
+        (["demo", "--out", ""], "'' names no folder"),
+    ],
+)
+def test_values_that_can_never_do_are_wrong_usage(paragraph, arguments, words):
+    assert words in paragraph(*arguments, status=2)
+
+
+def test_a_link_to_nothing_is_no_folder_to_write(paragraph, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for command in (["demo"], MINI, ["export", "m"]):
+        assert "is a link to a folder that is not there" in paragraph(*command, "--out", tmp_path / "link", status=2)
+
+
+def test_a_place_without_permission_gets_a_remedy(room):
+    room("hub_upload", export=failing(PermissionError(13, "Permission denied", "there/out")))
+    message = run("export", "model", "--out", "folder").stderr
+    assert message.startswith("Error: Permission denied: there/out. Name a place that you may read and write")
+
+
+def test_the_help_says_the_number_format_that_is_the_default():
+    for command in ("compose", "graft"):
+        assert "float32" in run(command, "--help").stdout.split("--dtype")[1].split("--")[0]
+
+
+def test_an_interrupted_program_says_so_in_one_line_and_exits_with_130(room):
+    room("hub_upload", export=failing(KeyboardInterrupt()))
+    result = run("export", "model", "--out", "folder")
+    assert result.exit_code == 130
+    assert result.stderr.startswith("Interrupted; ") and result.stderr.count("\n") == 1
+
+
+def test_control_c_ends_the_real_program_with_130(tmp_path):
+    code = (
+        "import os, signal, threading; from normalign.cli import main; import normalign.demo, time, sys\n"
+        "normalign.demo.run_demo = lambda out: (os.kill(os.getpid(), signal.SIGINT), time.sleep(20))\n"
+        "sys.argv = ['normalign', 'demo']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr.startswith("Interrupted; ") and "Traceback" not in done.stderr
+
+
+# --- train
 
 
 @pytest.fixture
@@ -238,6 +453,38 @@ def test_a_recipe_that_cannot_be_run_is_wrong_usage(monkeypatch, recipe):
     monkeypatch.setattr("normalign.train_trl.train", failing(RecipeError("recipe.yaml: unknown key 'stag'.")))
     result = run("train", recipe)
     assert (result.exit_code, result.stderr) == (2, "Error: recipe.yaml: unknown key 'stag'.\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        (["--model", "nope"], 1, "The model 'nope' could not be loaded"),
+        (["--model", ""], 2, "model is empty"),
+        (["--output_dir", ""], 2, "output_dir is empty"),
+        (["--output_dir", __file__], 2, "which is a file"),
+        (["--seed", "-1"], 2, "seed must be from 0"),
+        (["--optimizer", "adamw"], 2, "Near it are adamw_torch"),
+        (
+            ["--compose.vision", "v", "--compose.text", "t", "--compose.aligned_norm.eps", "0"],
+            2,
+            "aligned_norm.eps must",
+        ),
+    ],
+)
+def test_train_says_what_is_wrong_with_a_setting(paragraph, tmp_path, changes, status, words):
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(f"output_dir: {tmp_path / 'run'}\nmodel: a/b\ndata: {{rows: 4}}\n")
+    message = paragraph("train", recipe, *changes, status=status)
+    assert words in message and (status == 1 or "my.yaml" in message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_names_a_recipe_that_is_no_text(paragraph, tmp_path):
+    (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\x00")
+    assert "picture.yaml is not a text file" in paragraph("train", tmp_path / "picture.yaml", status=2)
+
+
+# --- the other commands
 
 
 def test_chat_answers_one_prompt(room, tmp_path):
@@ -308,6 +555,7 @@ def inspection(room):
     room(
         "evaluation.generation",
         load_model=lambda model: (f"{model} loaded", "processor"),
+        check_prompt=lambda processor, prompt: None,
         open_image=lambda path: path.stem,
     )
     return seen

@@ -1,11 +1,12 @@
 """The demo, with two thirds of its steps and fewer questions: it learns, it looks at the pictures, it leaves what it promises."""
 
 import json
+import shutil
 
 import pytest
 
 from normalign.configuration.errors import NormalignError
-from normalign.demo import run_demo
+from normalign.demo import MARKER, _empty_folder, _read_marker, run_demo
 
 
 QUESTIONS = 240
@@ -56,6 +57,56 @@ def test_results_logs_reports_and_pictures_are_left(demo):
         assert trained == {"projector", "norm"} | ({"language"} if stage == "stage2" else set())
 
 
+# --- what may be replaced
+
+
+def test_only_what_the_demo_wrote_is_removed_by_the_next(demo, tmp_path):
+    out = shutil.copytree(demo[0], tmp_path / "demo")  # with the times of the files, which the marker knows
+    noted = set(_read_marker(out))
+    assert {"composed/model.safetensors", "stage1/train_log.jsonl", "stage2/", "export/README.md"} <= noted
+    assert {"inspection/after_training/report.json", "pictures/scene0.png", "results.json"} <= noted
+    assert _empty_folder(out) == out
+    assert [path.name for path in out.iterdir()] == [MARKER]
+    assert _empty_folder(out) == out
+
+
+@pytest.mark.parametrize("name", ["export/thesis.tex", "thesis.tex", "stage2/sub/thesis.tex", "export/README.md"])
+def test_a_file_that_the_demo_has_not_written_as_it_is_stops_the_next_and_all_is_kept(demo, tmp_path, name):
+    out = shutil.copytree(demo[0], tmp_path / "demo")
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("my only copy")
+    before = sorted(out.rglob("*"))
+    with pytest.raises(NormalignError, match=f"{name}.*Nothing was removed"):
+        run_demo(out)
+    assert sorted(out.rglob("*")) == before
+    assert (out / name).read_text() == "my only copy"
+
+
+def test_training_folders_by_the_demos_recipes_are_not_a_demo(demo, tmp_path):
+    for stage in ("stage1", "stage2"):
+        shutil.copytree(demo[0] / stage, tmp_path / stage)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(NormalignError, match=f"holds stage1, stage2 and no {MARKER} of a demo"):
+        run_demo(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_in_the_place_of_a_folder_of_the_demo_is_not_followed(demo, tmp_path):
+    out = shutil.copytree(demo[0], tmp_path / "demo")
+    shutil.move(out / "export", tmp_path / "elsewhere")
+    (out / "export").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NormalignError, match="holds export,"):
+        run_demo(out)
+    assert (tmp_path / "elsewhere" / "README.md").is_file()
+
+
+def test_a_demo_that_was_broken_off_can_be_run_again_in_its_folder(tmp_path):
+    with pytest.raises(NormalignError, match="Unknown key 'no_such_key'"):
+        run_demo(tmp_path / "demo", questions=2, overrides={"no_such_key": 1})
+    assert "composed/config.json" in _read_marker(tmp_path / "demo")
+    assert _empty_folder(tmp_path / "demo").is_dir()
+
+
 def test_a_folder_with_other_things_is_refused_and_kept(tmp_path):
     (tmp_path / "thesis.tex").write_text("my only copy")
     with pytest.raises(NormalignError, match="thesis.tex"):
@@ -63,3 +114,6 @@ def test_a_folder_with_other_things_is_refused_and_kept(tmp_path):
     with pytest.raises(NormalignError, match="is a file"):
         run_demo(tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").read_text() == "my only copy"
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(NormalignError, match="is a link to .*gone, which is not there"):
+        run_demo(tmp_path / "link")

@@ -34,3 +34,13 @@ def test_figures_in_the_pages_are_those_of_the_result_files():
             assert shown.strip() == expected, f"{page.name} differs from {name}: run benchmarks/docs_tables.py"
             found += 1
     assert found == 5
+
+
+def test_every_recipe_key_is_documented():
+    from dataclasses import fields
+
+    from normalign.train_trl.recipe import ARMS, ComposeSettings, DataSettings, Recipe, TuneSettings
+
+    page = (CHECKOUT / "docs" / "training.md").read_text(encoding="utf-8")
+    keys = [field.name for block in (Recipe, ComposeSettings, DataSettings, TuneSettings) for field in fields(block)]
+    assert [name for name in [*keys, *ARMS] if not re.search(rf"[`.]{name}\b", page)] == []

@@ -51,6 +51,24 @@ def recipe(tmp_path):
         ({"from_stage": "stage1"}, "this one has model and from_stage"),
         ({"model": None}, "this one has none of them"),
         ({"model": None, "compose": {"vision": "a"}}, "The key 'compose.text' is missing"),
+        ({"learning_rate": float("inf")}, "learning_rate must be a finite number, got inf"),
+        ({"learning_rate": 1e38}, "learning_rate must be at most 1,000,000, got 1e+38"),
+        ({"warmup": float("nan")}, "warmup must be a finite number, got nan"),
+        ({"epochs": float("inf")}, "epochs must be a finite number"),
+        ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number"),
+        ({"weight_decay": float("nan")}, "weight_decay must be a finite number"),
+        ({"learning_rate": 10**400}, "'learning_rate' must be a number, got one of 401 digits"),
+        ({"seed": -1}, "seed must be from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed must be from 0 to 4294967295"),
+        ({"data": {"seed": -1}}, "data.seed must be from 0 to"),
+        ({"data": {"seed": 2**63}}, "data.seed must be from 0 to"),
+        ({"data": {"rows": 10_000_001}}, "data.rows must be above 0 and at most 10,000,000, got 10,000,001"),
+        ({"model": None, "compose": {"vision": "a", "text": "b", "seed": 2**63}}, "compose.seed must be from 0 to"),
+        ({"model": None, "compose": {"vision": "", "text": "b"}}, "compose.vision is empty"),
+        ({"model": ""}, "model is empty. Name a folder or a Hub id"),
+        ({"output_dir": " "}, "output_dir is empty. Name a folder"),
+        ({"output_dir": __file__}, "test_recipe.py, which is a file"),
+        ({"overwrite": "perhaps"}, "'overwrite' must be true or false"),
     ],
 )
 def test_a_key_or_value_that_does_not_fit_is_named(recipe, content, expected):
@@ -143,6 +161,18 @@ def test_the_module_exits_with_2_on_wrong_usage(capsys):
     assert main([]) == 2
     assert main(["no_such_recipe.yaml"]) == 2
     assert "There is no recipe no_such_recipe.yaml" in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_no_text_is_named(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_bytes(b"\x89PNG\r\n\x00\xff")
+    assert main([str(tmp_path / "recipe.yaml")]) == 2
+    assert "recipe.yaml is not a text file" in capsys.readouterr().err
+
+
+def test_home_is_meant_by_a_tilde(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert recipe(output_dir="~/run").output_dir == str(tmp_path / "run")
+    assert load_recipe("~/alignment.yaml").model == "a/b"
 
 
 def test_importing_the_room_does_not_load_torch():

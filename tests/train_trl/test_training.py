@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from normalign.configuration.errors import NormalignError
-from normalign.train_trl import load_recipe, train
+from normalign.train_trl import RecipeError, load_recipe, train
 from normalign.train_trl.callbacks import InterfaceProbe
 from normalign.train_trl.digit_scenes import digit_scenes_dataset
 from normalign.train_trl.parts import PARTS, freeze, part_of, training_table
@@ -308,6 +308,123 @@ def test_a_loss_that_is_not_finite_stops_the_run(composed):
     with pytest.raises(NormalignError, match="The loss became nan at or before step 1 of stage1"):
         trainer.train()
     assert log_of(recipe.output_dir)[0]["loss"] is None
+
+
+# --- where it is written
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def earlier(runs, tmp_path):
+    """A copy of a finished run, with its checkpoints, where a recipe of `recipe_file(1, tmp_path)` writes."""
+    return shutil.copytree(runs.stage1, tmp_path / "stage1")
+
+
+def test_a_folder_that_is_not_empty_is_refused_before_anything_is_loaded(earlier, recipe_file, tmp_path, monkeypatch):
+    before = files_of(earlier)
+    monkeypatch.setattr("normalign.train_trl.training.load_data", lambda recipe: pytest.fail("data were loaded"))
+    with pytest.raises(NormalignError, match="stage1 is not empty.*--overwrite true"):
+        train(recipe_file(1, tmp_path))
+    assert files_of(earlier) == before
+
+
+def test_an_earlier_run_is_replaced_when_told_and_its_checkpoints_do_not_stay(earlier, recipe_file, tmp_path):
+    assert (earlier / "checkpoint-2").is_dir()
+    out = train(recipe_file(1, tmp_path, max_steps=1, save_steps=1), {"overwrite": "true"})
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [record["step"] for record in log_of(out)] == [1]
+
+
+def test_an_interrupted_rerun_shows_no_old_model_beside_its_new_log(earlier, recipe_file, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("normalign.train_trl.training.save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe_file(1, tmp_path, max_steps=1, overwrite=True))
+    assert len(log_of(earlier)) == 1
+    assert not list(earlier.rglob("*.safetensors"))
+
+
+def test_an_earlier_run_stays_when_the_new_one_cannot_start(earlier, recipe_file, tmp_path):
+    before = files_of(earlier)
+    with pytest.raises(NormalignError, match="no-such-model"):
+        train(recipe_file(1, tmp_path, model="no-such-model", overwrite=True))
+    assert files_of(earlier) == before
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "notes/thesis.tex", "my.jsonl"])
+def test_a_folder_with_more_than_a_run_writes_is_not_replaced(earlier, recipe_file, tmp_path, name):
+    (earlier / name).parent.mkdir(exist_ok=True)
+    (earlier / name).write_text("my only copy")
+    before = files_of(earlier)
+    with pytest.raises(NormalignError, match=f"holds {Path(name).parts[0]}, which training does not write"):
+        train(recipe_file(1, tmp_path, overwrite=True))
+    assert files_of(earlier) == before
+
+
+def test_a_folder_that_is_no_run_is_not_replaced(earlier, recipe_file, tmp_path):
+    (earlier / "train_log.jsonl").unlink()
+    before = files_of(earlier)
+    with pytest.raises(NormalignError, match="has no train_log.jsonl, so it is not the folder of an earlier run"):
+        train(recipe_file(1, tmp_path, overwrite=True))
+    assert files_of(earlier) == before
+
+
+def test_a_run_is_never_written_over_the_model_it_starts_from(earlier, recipe_file, backbones, tmp_path):
+    before = files_of(earlier)
+    for start in ({"model": str(earlier)}, {"model": str(earlier / "checkpoint-1")}):
+        with pytest.raises(NormalignError, match="holds the model that the run starts from"):
+            train(recipe_file(1, tmp_path, overwrite=True, **start))
+    assert files_of(earlier) == before
+    with pytest.raises(NormalignError, match="holds the model that the run starts from"):
+        train(recipe_file(1, tmp_path), {"output_dir": str(backbones / "text"), "overwrite": True})
+    with pytest.raises(NormalignError, match="holds the model that the run starts from"):
+        train(
+            recipe_file(2, tmp_path, from_stage="stage2"),
+            {"output_dir": str(shutil.copytree(earlier, tmp_path / "stage2"))},
+        )
+
+
+# --- what is wrong with a run
+
+
+def test_weights_that_are_not_finite_at_the_end_are_not_saved(recipe_file, tmp_path):
+    """The last step's update comes after the last loss that could be looked at."""
+    with pytest.raises(
+        NormalignError, match=r"weight model\.multi_modal_projector\..* not finite.*Lower learning_rate"
+    ):
+        train(recipe_file(1, tmp_path, max_steps=1, weight_decay=1e300))
+    assert [path.name for path in (tmp_path / "stage1").iterdir()] == ["train_log.jsonl"]
+
+
+def test_an_unknown_optimizer_is_told_the_nearest_and_a_broken_norm_its_key(recipe_file, tmp_path, monkeypatch):
+    path = recipe_file(1, tmp_path, optimizer="adamw")
+    with pytest.raises(
+        RecipeError, match=f"{path}: There is no optimizer 'adamw'. Near it are .*adamw_torch"
+    ) as caught:
+        train(path)
+    assert len(str(caught.value)) - len(str(path)) < 250
+    monkeypatch.setattr("normalign.train_trl.training.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="The optimizer 'paged_adamw_8bit' needs the extra 'quant'"):
+        train(path, {"optimizer": "paged_adamw_8bit"})
+    path = recipe_file(1, tmp_path)
+    with pytest.raises(RecipeError, match=f"{path}: compose: aligned_norm.kind must be one of layernorm"):
+        train(path, {"compose.aligned_norm.kind": "batchnorm"})
+
+
+def test_a_model_whose_file_is_cut_off_or_whose_config_is_none_is_named(runs, recipe_file, tmp_path):
+    model = shutil.copytree(runs.stage2, tmp_path / "model")
+    whole = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(NormalignError, match="model.safetensors is truncated or corrupt. Copy or download it again"):
+        train(recipe_file(1, tmp_path, model=str(model)))
+    (model / "config.json").write_text("[]")
+    with pytest.raises(NormalignError, match="config.json holds a list"):
+        train(recipe_file(1, tmp_path, model=str(model)))
 
 
 # --- the data
