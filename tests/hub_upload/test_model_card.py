@@ -108,3 +108,9 @@ def test_card_pins_a_revision_in_every_call_that_runs_code(exported):
     calls = re.findall(r"\w+\([^()]*trust_remote_code=True\)", text)
     assert len(calls) == 3
     assert all("revision=revision" in call for call in calls)
+
+
+@pytest.mark.parametrize(("vision", "mentioned"), [("mini-vision", True), ("google/siglip-base-patch16-224", False)])
+def test_card_of_a_model_of_mini_backbones_says_how_little_they_know(make_model, vision, mentioned):
+    model = make_model(composed_from={"vision": vision, "text": "owner/model"})
+    assert ("scenes of handwritten digits" in card_of(model).content) == mentioned
