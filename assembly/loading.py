@@ -1,5 +1,6 @@
 """Loads a vision encoder or a language model with what belongs to it, and explains in one paragraph what is missing."""
 
+import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file, logging
 
-from ..configuration.backbones import resolve_backbone
+from ..configuration.backbones import BACKBONES, resolve_backbone
 from ..configuration.errors import NormalignError
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig
 
@@ -122,6 +123,10 @@ def quiet_transformers() -> Iterator[None]:
 def _remedy(source: str) -> str:
     if Path(source).is_dir():
         return "Check that the folder is complete, as save_pretrained or a download of the whole repository leaves it."
+    if "/" not in source:
+        near = difflib.get_close_matches(source, BACKBONES, n=1)
+        hint = f"; the nearest preset is '{near[0]}'" if near else f"; presets are {', '.join(BACKBONES)}"
+        return f"There is no folder '{source}' here{hint}. Give a folder, a Hub id (owner/name) or a preset."
     return (
         "Check the id; a gated repository needs its terms accepted on the Hub and `hf auth login`; without a network "
         "(or with HF_HUB_OFFLINE=1) the repository must have been downloaded before."

@@ -191,10 +191,20 @@ def demo(out: Out = Path("outputs/demo"), as_json: AsJson = False) -> None:
 def compose(
     ctx: typer.Context,
     vision: Annotated[
-        str, typer.Option(parser=_model, metavar="ID", help="Vision encoder: a local folder or a Hub id.")
+        str,
+        typer.Option(
+            parser=_model,
+            metavar="ID",
+            help="Vision encoder: a local folder, a Hub id or a preset such as mini-vision.",
+        ),
     ],
     text: Annotated[
-        str, typer.Option(parser=_model, metavar="ID", help="Language model: a local folder or a Hub id.")
+        str,
+        typer.Option(
+            parser=_model,
+            metavar="ID",
+            help="Language model: a local folder, a Hub id or a preset such as mini-language.",
+        ),
     ],
     out: Out,
     overwrite: Overwrite = False,
@@ -208,7 +218,9 @@ def compose(
     dtype: DTypeOption = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of the projector's first weights."),
+        typer.Option(
+            min=0, max=2**63 - 1, metavar="N", help="Seed of the projector's first weights.  [dim]default: random[/]"
+        ),
     ] = None,
     images: CalibrationImages = None,
     as_json: AsJson = False,
@@ -372,14 +384,40 @@ def export(
     model: Model,
     out: Out,
     overwrite: Overwrite = False,
+    license: Annotated[
+        str | None, typer.Option(metavar="ID", help="License for the card.  [dim]default: see the base models[/]")
+    ] = None,
+    base_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID", help="Hub id of a base model; may be given several times.  [dim]default: as composed[/]"
+        ),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(parser=_file_to_read, metavar="FILE", help="A results.json whose scores the card shows."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a self-contained folder for the Hub: weights, code, processor and card."""
+    scores = None if results is None else _read_json(results)
     from .hub_upload import export
 
     with _only_json(as_json):
-        folder = export(model, out, overwrite=overwrite)
+        folder = export(
+            model, out, overwrite=overwrite, license=license, base_model=base_model or None, results=scores
+        )
     _report({"out": str(folder)}, as_json)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise typer.BadParameter(f"'{path}' is no JSON: {error}", param_hint="'--results'") from None
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"'{path}' holds no results: it is not a JSON object.", param_hint="'--results'")
+    return content
 
 
 def _aligned_norm(kind: NormKind | None, gain_init: str | None, gwc: bool | None) -> dict[str, Any] | None:
@@ -493,6 +531,8 @@ def _answer_typed_questions(model: str, images: list[str], max_new_tokens: int) 
 
     pictures = [open_image(path) for path in images]
     loaded, processor = load_model(model)
+    if sys.stdin.isatty():
+        typer.echo("Ask about the images given with --image; an empty line ends.", err=True)
     while question := _next_question():
         content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": question}]
         conversation = [{"role": "user", "content": content}]

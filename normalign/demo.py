@@ -111,7 +111,8 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         "evaluate", f"5  Evaluate: {questions} held-out questions, then the same with black pictures", "inspection"
     ):
         model, processor = load_model(out / "stage2")
-        inspect_model(model, processor, pictures).save(out / "inspection" / "after_training")
+        after = inspect_model(model, processor, pictures)
+        after.save(out / "inspection" / "after_training")
         with _progress(console, 2 * questions) as advance:
             answers = answer_rows(model, processor, held_out, progress=advance)
             black = answer_rows(model, processor, [_blackened(row) for row in held_out], progress=advance)
@@ -125,7 +126,7 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         }
 
     with phase("export", "6  Export, and load the export in a process without normalign", "export", "pictures"):
-        folder = export(out / "stage2", out / "export", results=scores)
+        folder = export(out / "stage2", out / "export", results=scores, license="apache-2.0")
         _save_pictures(out / "pictures", pictures)
         reload = _reload(folder, model, processor, out / "pictures", held_out[: len(pictures)])
         console.print(f"logits bit-equal; `pipeline` gives the same {len(reload['answers'])} answers")
@@ -136,6 +137,8 @@ def run_demo(out: str | Path = "outputs/demo", *, questions: int = QUESTIONS, ov
         "text_norm": T,
         "visual_norm_before": interface["projector"]["mean"],
         "visual_norm_after": interface["inserted"]["mean"],
+        "visual_norm_after_training": after.data["interface"]["inserted"]["mean"],
+        "ratio_after_training": after.data["ratio"],
         "export": str(folder),
         "accuracy_by_kind": by_kind,
         "accuracy_black_image_by_kind": black_by_kind,
@@ -307,7 +310,9 @@ def _print_results(console, results: dict[str, Any], figure: Path) -> None:
     console.print(table)
     console.print(f"chance, the best answers without a picture: {results['chance']:.3f}")
     console.print(
-        f"text norm {results['text_norm']:.3f}   visual norm {results['visual_norm_before']:.2f} -> "
-        f"{results['visual_norm_after']:.3f}   gain {results['gain_start']:.4f} -> {results['gain_end']:.4f}"
+        f"norms: text {results['text_norm']:.3f}; visual {results['visual_norm_before']:.2f} out of the projector, "
+        f"{results['visual_norm_after']:.3f} behind the aligned norm at the start, "
+        f"{results['visual_norm_after_training']:.3f} after training ({results['ratio_after_training']:.2f}x text; gain "
+        f"{results['gain_start']:.4f} -> {results['gain_end']:.4f})"
     )
     console.print(f"picture: {figure}\nexport:  {results['export']}\n{results['seconds']:.0f} seconds in all")

@@ -91,7 +91,7 @@ def training_table(model: nn.Module, learning_rate: float, title: str) -> Table:
     table = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left", min_width=len(caption) + 1
     )
-    for column, justify in (("part", "left"), ("", "left"), ("parameters", "right"), ("learning rate", "right")):
+    for column, justify in (("part", "left"), ("state", "left"), ("parameters", "right"), ("learning rate", "right")):
         table.add_column(column, justify=justify)
     for part, parameters in parameters_by_part(model).items():
         trained = any(parameter.requires_grad for _, parameter in parameters)

@@ -621,4 +621,25 @@ def test_export_replaces_a_folder_of_other_files_only_when_told_to(room, tmp_pat
     room("hub_upload", export=lambda *args, **kwargs: calls.append((args, kwargs)) or tmp_path)
     assert json.loads(run("export", "model", "--out", tmp_path, "--json").stdout) == {"out": str(tmp_path)}
     run("export", "model", "--out", tmp_path, "--overwrite")
-    assert calls == [(("model", tmp_path), {"overwrite": False}), (("model", tmp_path), {"overwrite": True})]
+    assert [args for args, _ in calls] == [("model", tmp_path)] * 2
+    assert [options["overwrite"] for _, options in calls] == [False, True]
+
+
+def test_export_hands_on_license_base_models_and_results(room, tmp_path):
+    given = {}
+    room("hub_upload", export=lambda model, out, **options: given.update(options) or out)
+    (tmp_path / "results.json").write_text('{"accuracy": 0.5}')
+    options = ["--license", "mit", "--base-model", "a/b", "--base-model", "c/d"]
+    results = ["--results", str(tmp_path / "results.json")]
+    assert run("export", "m", "--out", str(tmp_path / "out"), *options, *results).exit_code == 0
+    assert (
+        given["license"] == "mit" and given["base_model"] == ["a/b", "c/d"] and given["results"] == {"accuracy": 0.5}
+    )
+    for content in ("[1]", "{"):
+        (tmp_path / "results.json").write_text(content)
+        assert run("export", "m", "--out", str(tmp_path / "out"), *results).exit_code == 2
+
+
+def test_a_mistyped_preset_gets_the_nearest_one():
+    message = run("inspect", "mini-visoin").stderr
+    assert "no folder 'mini-visoin' here; the nearest preset is 'mini-vision'" in message
