@@ -109,6 +109,14 @@ def _folder_to_write(given: str | Path) -> Path:
     return folder
 
 
+def _folder_to_read(given: str | Path) -> Path:
+    """The path of a folder that is there, with `~` resolved."""
+    folder = Path(given).expanduser()
+    if not str(given).strip() or not folder.is_dir():
+        raise typer.BadParameter(f"There is no folder '{given}'.")
+    return folder
+
+
 def _file_to_read(given: str | Path) -> Path:
     """The path of a file that is there, with `~` resolved."""
     file = Path(given).expanduser()
@@ -408,6 +416,69 @@ def export(
             model, out, overwrite=overwrite, license=license, base_model=base_model or None, results=scores
         )
     _report({"out": str(folder)}, as_json)
+
+
+@app.command()
+def push(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="What export wrote.", parser=_folder_to_read)
+    ],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", show_default=False, help="The repository: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="TAG", help="Put this tag on the result.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go, and send nothing.")] = False,
+    load_check: Annotated[
+        bool, typer.Option("--load-check/--no-load-check", help="Load the folder in a clean process first.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Send an exported folder to the Hub; run again after an interruption, it goes on where it stopped."""
+    from .hub_upload import push
+
+    def say(name: str, done: int, total: int) -> None:
+        typer.echo(f"{_size(done)} of {_size(total)} sent; now {name}", err=True)
+
+    with _only_json(as_json):
+        result = push(
+            folder,
+            repo_id,
+            private=private,
+            revision=revision,
+            dry_run=dry_run,
+            progress=say,
+            load_check=load_check,
+        )
+    if as_json:
+        _print_json(result.to_dict())
+    elif dry_run:
+        _say_plan(result)
+    else:
+        tag = f" (tag {result.tag})" if result.tag else ""
+        typer.echo(f"{result.url}: {len(result.sent)} files sent, {len(result.skipped)} were there already.")
+        typer.echo(f"Commit to pin: {result.commit}{tag}\n\n{result.snippet}", nl=False)
+
+
+def _say_plan(result) -> None:
+    """What a push would do, file by file."""
+    for name in result.sent:
+        typer.echo(f"send    {_size(result.sizes[name]):>9}  {name}")
+    for name in result.skipped:
+        typer.echo(f"keep    {_size(result.sizes[name]):>9}  {name}")
+    for name in result.deleted:
+        typer.echo(f"remove             {name}")
+    state = "a new repository" if result.created else "the repository as it is" if result.compared else None
+    compared = f"compared with {state}" if state else "the Hub could not be asked what it has"
+    typer.echo(
+        f"\nNothing was sent: {len(result.sent)} files, {_size(result.bytes_sent)}, would go to {result.url} ({compared})."
+    )
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them, such as 4.21 GB."""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while amount >= 1000 and len(units) > 1:
+        amount, units = amount / 1000, units[1:]
+    return f"{amount:.3g} {units[0]}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,366 @@
+"""Looks through an exported folder before it is sent: is it whole, is its card valid, does it give anything away?"""
+
+import ast
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from ..configuration.errors import NormalignError
+from .clean_process import load_in_clean_process
+
+
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz", ".npy", ".msgpack", ".h5"}
+# What an operating system, an editor or a download leaves in a folder; it is not sent.
+LEFT_OUT = {".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".DS_Store", "Thumbs.db"}
+
+# https://huggingface.co/docs/hub/repositories-licenses
+_LICENSE_LIST = """
+apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
+afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5
+cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0
+cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0
+cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0
+lgpl lgpl-2.1 lgpl-3.0 lgpl-lr isc h-research intel-research lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0 odc-by
+odbl openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl deepfloyd-if-license
+fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma unknown
+other
+"""
+LICENSES = frozenset(_LICENSE_LIST.split())
+
+_SECRETS = {
+    "a Hugging Face token": re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{30,}"),
+    "a private key": re.compile(rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----"),
+    "an AWS access key": re.compile(rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    "a GitHub token": re.compile(rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{30,})"),
+}
+_SECRET_FILES = re.compile(r"\.env(\..*)?|\.netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx)")
+# In a vocabulary, `/home/` and the like are words of the language, not places.
+_VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
+_TEXT_SUFFIXES = {".json", ".jsonl", ".md", ".py", ".jinja", ".txt", ".yaml", ".yml", ".html", ".csv", ".cfg", ".toml"}
+_HOMES = re.compile(r"(?<![\w.:/~-])(?:/home/|/Users/)[\w.-]+/|\b[A-Za-z]:\\{1,2}Users\\{1,2}[\w.-]+")
+
+_LOAD_SCRIPT = """
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+AutoProcessor.from_pretrained(FOLDER, trust_remote_code=True)
+_, info = AutoModelForImageTextToText.from_pretrained(
+    FOLDER, trust_remote_code=True, dtype="auto", output_loading_info=True
+)
+RESULT["problems"] = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+"""
+
+
+def check_folder(folder: Path, *, load: bool = True) -> list[str]:
+    """Refuses a folder that is not a whole, safe export.
+
+    Args:
+        folder: what `export` wrote.
+        load: also load it in a process of its own, without normalign and without network.
+
+    Returns:
+        the files to send, as paths with `/` within the folder, in order of name.
+
+    Raises:
+        NormalignError: one paragraph with all that is wrong; a secret is named by its file and line, never shown.
+    """
+    if not folder.is_dir():
+        raise NormalignError(f"{folder} is no folder. Write one with `normalign export MODEL --out {folder}`.")
+    files = shipped_files(folder)
+    problems = [
+        *_config_problems(folder, files),
+        *_weight_problems(folder, files),
+        *_pickle_problems(folder, files),
+        *_card_file_problems(folder, files),
+        *_secret_problems(folder, files),
+        *_path_problems(folder, files),
+    ]
+    if problems:
+        raise NormalignError(
+            f"{folder} is not fit to be published, and nothing was sent: {'; '.join(problems)}. Put it right where the "
+            f"model was exported from and write it again with `normalign export`."
+        )
+    if load:
+        _check_it_loads(folder)
+    return files
+
+
+def shipped_files(folder: Path) -> list[str]:
+    """The files of a folder that go to the Hub, as paths with `/`, in order of name."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        found += [(Path(place) / name).relative_to(folder).as_posix() for name in names if name not in LEFT_OUT]
+    return sorted(found)
+
+
+# --- the model
+
+
+def _config_problems(folder: Path, files: list[str]) -> list[str]:
+    if "config.json" not in files:
+        return ["it has no config.json, so it is not the folder of a model"]
+    config = _json(folder / "config.json")
+    auto_map = config.get("auto_map") if isinstance(config, dict) else None
+    if not isinstance(auto_map, dict) or not auto_map:
+        return ["its config.json has no auto_map, so nobody could load it without normalign: it is not an export"]
+    problems = []
+    for target in sorted({str(name) for name in auto_map.values()}):
+        module = target.partition(".")[0]
+        if "--" in target:
+            problems.append(f"its auto_map takes {target} from another repository, whose code can change")
+        elif f"{module}.py" not in files:
+            problems.append(f"its auto_map names {module}.py, which is missing")
+    return problems + _sibling_problems(folder, files)
+
+
+def _sibling_problems(folder: Path, files: list[str]) -> list[str]:
+    """Modules that the code imports from beside itself, but which are not there."""
+    missing = set()
+    for name in (name for name in files if name.endswith(".py") and "/" not in name):
+        try:
+            tree = ast.parse((folder / name).read_bytes())
+        except (SyntaxError, ValueError) as error:
+            return [f"{name} is not valid Python ({error})"]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level and node.module:
+                sibling = f"{node.module.partition('.')[0]}.py"
+                if sibling not in files:
+                    missing.add(f"{name} imports {sibling}, which is missing")
+    return sorted(missing)
+
+
+def _weight_problems(folder: Path, files: list[str]) -> list[str]:
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if not weights:
+        return ["it has no .safetensors file"]
+    problems, found = [], {}
+    for name in weights:
+        try:
+            with safe_open(folder / name, framework="numpy") as file:
+                found[name] = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{name} is cut or damaged ({error})")
+    if INDEX_FILE not in files:
+        if weights != ["model.safetensors"] and not problems:
+            problems.append(f"{', '.join(weights)} need {INDEX_FILE}, which is missing")
+        return problems
+    index = _json(folder / INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        return [*problems, f"{INDEX_FILE} has no weight_map"]
+    problems += [f"{INDEX_FILE} names {name}, which is missing" for name in sorted({*weight_map.values()} - {*files})]
+    absent = sorted(key for key, name in weight_map.items() if name in found and key not in found[name])
+    if absent:
+        problems.append(f"{INDEX_FILE} looks for {absent[0]} in {weight_map[absent[0]]}, where it is not")
+    return problems
+
+
+def _pickle_problems(folder: Path, files: list[str]) -> list[str]:
+    """Files that run code when they are read, by name or by how they begin."""
+    problems = []
+    for name in files:
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is a link to a file that is not there")
+        elif path.suffix.lower() in PICKLE_SUFFIXES or _is_pickle(path):
+            problems.append(f"{name} is a pickle or another format than safetensors")
+    return problems
+
+
+def _is_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start.startswith(b"PK\x03\x04"):
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".pkl") for name in archive.namelist())
+    return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+
+
+def _check_it_loads(folder: Path) -> None:
+    report = load_in_clean_process(folder, _LOAD_SCRIPT)
+    if problems := report["result"]["problems"]:
+        raise NormalignError(
+            f"The weights of {folder} do not fit its code ({problems}), so nothing was sent. Export the model again."
+        )
+    if report["network_attempts"]:
+        raise NormalignError(
+            f"Loading {folder} tried to reach the network ({'; '.join(report['network_attempts'])}), so it does not "
+            f"stand by itself and nothing was sent. Export the model again."
+        )
+
+
+# --- the card
+
+
+def _card_file_problems(folder: Path, files: list[str]) -> list[str]:
+    if "README.md" not in files:
+        return ["it has no README.md, the model card"]
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ["README.md is not UTF-8"]
+    return [f"README.md: {problem}" for problem in card_problems(text)]
+
+
+def card_problems(text: str) -> list[str]:
+    """What the Hub would reject or misread in a card's metadata, each with its field; empty when it is valid.
+
+    See https://huggingface.co/docs/hub/model-cards and https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
+    """
+    block = re.match(r"\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", text, re.DOTALL)
+    if block is None:
+        return ["it does not begin with metadata between two lines of ---"]
+    try:
+        data = yaml.safe_load(block[1])
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" in line {where.line + 2}" if where else ""
+        return [f"its metadata is not valid YAML{line} ({getattr(error, 'problem', None) or error})"]
+    if not isinstance(data, dict):
+        return ["its metadata is not a mapping of fields"]
+    return [
+        *_license_problems(data),
+        *_list_problems(data),
+        *_text_problems(data),
+        *_model_index_problems(data.get("model-index", [])),
+    ]
+
+
+def _license_problems(data: dict) -> list[str]:
+    named = data.get("license")
+    if named is None:
+        return ["license is missing"]
+    ids = named if isinstance(named, list) else [named]
+    unknown = [name for name in ids if not isinstance(name, str) or name not in LICENSES]
+    if unknown or not ids:
+        return [f"license {unknown or ids!r} is no license id of the Hub; write `other` with a license_name"]
+    if "other" in ids and not data.get("license_name"):
+        return ["license `other` needs a license_name"]
+    return []
+
+
+def _list_problems(data: dict) -> list[str]:
+    """Fields that are a name or a list of names; null in them is what the Hub rejects most."""
+    problems = []
+    for field in ("datasets", "tags", "base_model", "language", "metrics"):
+        value = data.get(field, [])
+        entries = value if isinstance(value, list) else [value]
+        bad = [entry for entry in entries if not isinstance(entry, str) or not entry.strip()]
+        if bad:
+            problems.append(f"{field} has {bad[0]!r} where a name belongs")
+        elif field in ("datasets", "base_model"):
+            wrong = [entry for entry in entries if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", entry)]
+            problems += [f"{field} has {entry!r}, which is no Hub id" for entry in wrong]
+    return problems
+
+
+def _text_problems(data: dict) -> list[str]:
+    fields = ("library_name", "pipeline_tag", "license_name", "license_link", "model_name", "thumbnail")
+    return [
+        f"{field} must be text, got {data[field]!r}"
+        for field in fields
+        if field in data and not isinstance(data[field], str)
+    ]
+
+
+def _model_index_problems(index) -> list[str]:
+    if not isinstance(index, list):
+        return ["model-index must be a list"]
+    problems = []
+    for i, model in enumerate(index):
+        where = f"model-index[{i}]"
+        if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+            problems.append(f"{where} needs a name")
+            continue
+        results = model.get("results")
+        if not isinstance(results, list) or not results:
+            problems.append(f"{where}.results must be a list that is not empty")
+            continue
+        for j, result in enumerate(results):
+            problems += _result_problems(f"{where}.results[{j}]", result)
+    return problems
+
+
+def _result_problems(where: str, result) -> list[str]:
+    if not isinstance(result, dict):
+        return [f"{where} must be a mapping"]
+    problems = []
+    for part, needed in (("task", ("type",)), ("dataset", ("type", "name"))):
+        given = result.get(part)
+        for key in needed:
+            if not isinstance(given, dict) or not isinstance(given.get(key), str):
+                problems.append(f"{where}.{part}.{key} is missing or no text")
+    dataset = result.get("dataset")
+    if isinstance(dataset, dict):
+        for key in ("config", "split", "revision"):
+            if key in dataset and not isinstance(dataset[key], str):
+                problems.append(f"{where}.dataset.{key} must be text, got {dataset[key]!r}")
+    metrics = result.get("metrics")
+    if not isinstance(metrics, list) or not metrics:
+        problems.append(f"{where}.metrics must be a list that is not empty")
+    else:
+        for k, metric in enumerate(metrics):
+            if not isinstance(metric, dict) or not isinstance(metric.get("type"), str) or metric.get("value") is None:
+                problems.append(f"{where}.metrics[{k}] needs a type and a value")
+    return problems
+
+
+# --- what it gives away
+
+
+def _secret_problems(folder: Path, files: list[str]) -> list[str]:
+    problems = []
+    for name in files:
+        if _SECRET_FILES.fullmatch(name.rpartition("/")[2]):
+            problems.append(f"{name} is a file that usually holds secrets")
+            continue
+        content = _readable_bytes(folder / name)
+        for kind, pattern in _SECRETS.items():
+            if found := pattern.search(content):
+                line = content.count(b"\n", 0, found.start()) + 1
+                problems.append(f"{name} holds {kind} in line {line}: take it out, and revoke it if others saw it")
+    return problems
+
+
+def _readable_bytes(path: Path) -> bytes:
+    """All of a file, but of weights only the header, where metadata stands; random numbers have no secrets."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            return file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))
+        return file.read()
+
+
+def _path_problems(folder: Path, files: list[str]) -> list[str]:
+    """Places of this machine, or of any user's home, in files that people read."""
+    here = folder.resolve()
+    needles = {str(here)} | ({f"{Path.home()}{os.sep}"} if len(Path.home().parts) > 1 else set())
+    # `/tmp` or `/data` by itself is no secret, and may well stand in a card's example
+    if len(here.parent.parts) > 2:
+        needles.add(str(here.parent))
+    problems = []
+    for name in files:
+        path = folder / name
+        if path.suffix.lower() not in _TEXT_SUFFIXES or path.name in _VOCABULARIES or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found = sorted(needle for needle in needles if needle in text or json.dumps(needle)[1:-1] in text)
+        if home := _HOMES.search(text):
+            found.append(home[0])
+        if found:
+            problems.append(f"{name} names the local path {found[0]}")
+    return problems
+
+
+def _json(path: Path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
