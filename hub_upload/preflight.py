@@ -183,7 +183,10 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _check_it_loads(folder: Path) -> None:
-    report = load_in_clean_process(folder, _LOAD_SCRIPT)
+    try:
+        report = load_in_clean_process(folder, _LOAD_SCRIPT)
+    except NormalignError as error:
+        raise NormalignError(f"{error} Nothing was sent.") from error.__cause__
     if problems := report["result"]["problems"]:
         raise NormalignError(
             f"The weights of {folder} do not fit its code ({problems}), so nothing was sent. Export the model again."

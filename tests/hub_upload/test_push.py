@@ -21,12 +21,18 @@ from normalign.cli import app
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import push as push_module_function
 
-from .stub_hub import Blob, StubHub
+from .stub_hub import Blob, Drop, StubHub
 
 
 WRITER, READER = "hf_" + "w" * 34, "hf_" + "r" * 34
 REPO = "someone/tiny-aligned"
 push_home = sys.modules[push_module_function.__module__]
+
+
+def forget_connections():
+    """Both generations of huggingface_hub keep clients, the older ones also whether they were made offline."""
+    http = huggingface_hub.utils._http
+    getattr(http, "close_session" if hasattr(http, "close_session") else "reset_sessions")()
 
 
 @pytest.fixture
@@ -37,14 +43,13 @@ def hub(monkeypatch):
         # xet's client speaks to a storage service of its own, which the stub is not; LFS is the other way in
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", WRITER)
+        forget_connections()
         hub.slept = []
         no_sleep = SimpleNamespace(sleep=hub.slept.append, time=time.time, monotonic=time.monotonic)
         for module in (huggingface_hub.utils._http, push_home):
             monkeypatch.setattr(module, "time", no_sleep)
         yield hub
-        huggingface_hub.utils._http.reset_sessions() if hasattr(
-            huggingface_hub.utils._http, "reset_sessions"
-        ) else huggingface_hub.utils._http.close_session()
+        forget_connections()
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +186,7 @@ def writes_of_a_push(sharded):
         patch.setattr(constants, "ENDPOINT", hub.url)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        forget_connections()
         send(sharded, token=WRITER, revision="v1.0")
         numbers = [i for i, line in enumerate(hub.requests, 1) if line.startswith(("PUT", "POST"))]
     return numbers
@@ -235,9 +241,7 @@ def test_a_connection_that_breaks_once_is_mended_within_the_same_push(hub, folde
     def once(line):
         if "/commit/" in line and not hub.slept:
             hub.slept.append("cut")
-            raise _drop()
-
-    from .stub_hub import Drop as _drop
+            raise Drop
 
     hub.before = once
     send(folder)
@@ -347,6 +351,7 @@ def test_files_that_a_gitignore_leaves_out_are_named(hub, folder):
 
 def test_offline_is_said(hub, folder, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    forget_connections()
     assert "HF_HUB_OFFLINE is set" in refusal(folder)
 
 
@@ -401,6 +406,7 @@ def test_a_dry_run_sends_nothing_and_lists_what_would_go(hub, folder):
 def test_a_dry_run_without_network_or_token_lists_everything(hub, folder, monkeypatch):
     monkeypatch.setattr(push_home, "get_token", lambda: None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    forget_connections()
     result = send(folder, dry_run=True)
     assert not result.compared and sorted(result.sent) == sorted(contents(folder)) and hub.requests == []
 

@@ -643,3 +643,28 @@ def test_export_hands_on_license_base_models_and_results(room, tmp_path):
 def test_a_mistyped_preset_gets_the_nearest_one():
     message = run("inspect", "mini-visoin").stderr
     assert "no folder 'mini-visoin' here; the nearest preset is 'mini-vision'" in message
+
+
+def test_push_needs_a_folder_that_is_there_and_hands_its_options_on(room, tmp_path):
+    given = {}
+
+    def push(folder, repo_id, **options):
+        given.update(options, folder=folder, repo_id=repo_id)
+        options["progress"]("1 of 1: x", 1_000, 2_500_000)
+        return SimpleNamespace(to_dict=lambda: {"commit": "0" * 40})
+
+    room("hub_upload", push=push)
+    assert run("push", tmp_path / "nothing", "a/b").exit_code == 2
+    assert given == {}
+    done = run("push", tmp_path, "a/b", "--private", "--revision", "v1", "--dry-run", "--no-load-check", "--json")
+    assert json.loads(done.stdout) == {"commit": "0" * 40}
+    assert "1 kB of 2.5 MB sent; now 1 of 1: x" in done.stderr
+    assert given.pop("progress") is not None
+    assert given == {
+        "folder": tmp_path,
+        "repo_id": "a/b",
+        "private": True,
+        "revision": "v1",
+        "dry_run": True,
+        "load_check": False,
+    }
