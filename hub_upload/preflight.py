@@ -343,23 +343,27 @@ def _readable_bytes(path: Path) -> bytes:
 
 def _path_problems(folder: Path, files: list[str]) -> list[str]:
     """Places of this machine, or of any user's home, in files that people read."""
-    here = folder.resolve()
-    needles = {str(here)} | ({f"{Path.home()}{os.sep}"} if len(Path.home().parts) > 1 else set())
-    # `/tmp` or `/data` by itself is no secret, and may well stand in a card's example
-    if len(here.parent.parts) > 2:
-        needles.add(str(here.parent))
+    here, home = folder.resolve(), Path.home()
+    # one folder below the root, such as `/data`, is no secret and may well stand in a card's example
+    places = [place for place in (here, here.parent) if len(place.parts) > 2]
+    needles = [re.escape(form) + r"(?![\w.-])" for place in places for form in _forms(place)]
+    if len(home.parts) > 1:
+        needles += [re.escape(form) + r"(?=[/\\])" for form in _forms(home)]
+    local = re.compile("|".join([*needles, _HOMES.pattern]))
     problems = []
     for name in files:
         path = folder / name
         if path.suffix.lower() not in _TEXT_SUFFIXES or path.name in _VOCABULARIES or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
-        found = sorted(needle for needle in needles if needle in text or json.dumps(needle)[1:-1] in text)
-        if home := _HOMES.search(text):
-            found.append(home[0])
-        if found:
+        if found := local.search(text):
             problems.append(f"{name} names the local path {found[0]}")
     return problems
+
+
+def _forms(place: Path) -> set[str]:
+    """A path as it is, and as JSON writes one with backslashes."""
+    return {str(place), json.dumps(str(place))[1:-1]}
 
 
 def _json(path: Path):

@@ -466,10 +466,11 @@ def _say_plan(result) -> None:
         typer.echo(f"keep    {_size(result.sizes[name]):>9}  {name}")
     for name in result.deleted:
         typer.echo(f"remove             {name}")
-    state = "a new repository" if result.created else "the repository as it is" if result.compared else None
-    compared = f"compared with {state}" if state else "the Hub could not be asked what it has"
+    state = "a new repository" if result.created else "which was compared"
+    if not result.compared:
+        state = "which could not be asked what it has"
     typer.echo(
-        f"\nNothing was sent: {len(result.sent)} files, {_size(result.bytes_sent)}, would go to {result.url} ({compared})."
+        f"\nNothing was sent: {len(result.sent)} files, {_size(result.bytes_sent)}, would go to {result.url}, {state}."
     )
 
 

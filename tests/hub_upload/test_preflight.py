@@ -158,6 +158,7 @@ def test_a_place_of_a_machine_is_found(folder, place):
 
 def test_addresses_that_only_look_like_places_are_no_finding(folder):
     append(folder / "README.md", "\nSee https://example.org/home/ada/page and ~/home/x/y and `/var/pictures`.\n")
+    append(folder / "README.md", f"\n{folder.parent}hood and {folder.parent}-2\n")
     check_folder(folder, load=False)
 
 

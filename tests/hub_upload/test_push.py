@@ -113,6 +113,7 @@ def added_by_commit(hub):
 # --- a push that nothing disturbs
 
 
+@pytest.mark.both_generations
 def test_a_push_sends_every_file_once_weights_first_and_config_and_card_last(hub, folder):
     steps = []
     result = send(folder, revision="v1.0", progress=lambda *step: steps.append(step))
@@ -134,6 +135,7 @@ def test_a_push_sends_every_file_once_weights_first_and_config_and_card_last(hub
     assert f'revision = "{result.commit}"' in result.snippet
 
 
+@pytest.mark.both_generations
 def test_a_second_push_sends_nothing_and_says_the_same_commit(hub, folder):
     first = send(folder, revision="v1.0")
     hub.revive()
@@ -143,6 +145,7 @@ def test_a_second_push_sends_nothing_and_says_the_same_commit(hub, folder):
     assert second.sent == [] and sorted(second.skipped) == sorted(contents(folder))
 
 
+@pytest.mark.both_generations
 def test_large_files_may_go_in_parts(hub, folder):
     hub.part_size = 40_000
     send(folder)
@@ -155,6 +158,7 @@ def test_a_name_without_owner_goes_under_the_account_of_the_token(hub, folder):
     assert hub.repos["someone/tiny"].private
 
 
+@pytest.mark.both_generations
 def test_an_update_becomes_visible_in_one_commit_and_takes_old_weights_away(hub, folder, exported):
     send(folder)
     before = len(hub.repos[REPO].commits)
@@ -192,6 +196,7 @@ def writes_of_a_push(sharded):
     return numbers
 
 
+@pytest.mark.both_generations
 @pytest.mark.parametrize(("share", "how"), POINTS)
 def test_a_push_cut_anywhere_is_completed_by_the_next_and_sends_only_the_cut_piece_again(
     hub, folder, writes_of_a_push, share, how
@@ -265,6 +270,7 @@ def test_a_server_error_that_passes_is_waited_for(hub, folder, caplog):
     assert "answered 503; trying again in 2 seconds" in caplog.text
 
 
+@pytest.mark.both_generations
 @pytest.mark.parametrize(
     ("pattern", "status", "body", "expected"),
     [
@@ -349,6 +355,7 @@ def test_files_that_a_gitignore_leaves_out_are_named(hub, folder):
     assert "content for LICENSE" in refusal(folder)
 
 
+@pytest.mark.both_generations
 def test_offline_is_said(hub, folder, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     forget_connections()
@@ -367,6 +374,7 @@ def test_a_tag_that_is_none_is_refused(folder, tag):
         push(folder, REPO, revision=tag)
 
 
+@pytest.mark.both_generations
 def test_logs_show_neither_token_nor_signed_addresses(hub, folder):
     lines = []
 
