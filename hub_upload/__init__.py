@@ -4,13 +4,17 @@ from .card_check import Problem, check_card
 from .clean_process import check_export, load_in_clean_process
 from .export import export
 from .model_card import model_card
+from .verify import Verification, print_verification, verify
 
 
 __all__ = [
     "Problem",
+    "Verification",
     "check_card",
     "check_export",
     "export",
     "load_in_clean_process",
     "model_card",
+    "print_verification",
+    "verify",
 ]

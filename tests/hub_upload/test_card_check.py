@@ -160,7 +160,7 @@ def test_each_fault_of_model_index_is_named_with_its_place(index, expected):
 
 def test_every_fault_of_a_card_is_named_at_once():
     fields = [field for field, _ in problems(license=None, datasets="[null]", tags="x", text="/home/me/model")]
-    assert fields == ["license", "tags", "datasets[0]", "line 6"]
+    assert fields == ["license", "tags", "datasets[0]", "line 8"]
 
 
 @pytest.mark.parametrize(
