@@ -43,6 +43,7 @@ _FETCHED = ["*.json", "*.py", "*.jinja", "*.md", "*.safetensors"]
 _LEADING_ELSEWHERE = ("auto_map", "custom_pipelines", "quantization_config", "transformers_weights")
 _LEADING_ELSEWHERE += ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _LEADING_ELSEWHERE += ("experts_implementation", "_experts_implementation", "_experts_implementation_internal")
+_BACKBONE_KEYS = ("backbone", "use_pretrained_backbone", "architecture")
 _DIFF_LINES = 40
 _FULL_HASH = re.compile(r"[0-9a-f]{40}")
 
@@ -92,6 +93,7 @@ class Verification:
     pickles: list[str] = field(default_factory=list)
     weights: Weights = field(default_factory=Weights)
     aligned_norm: dict[str, Any] = field(default_factory=dict)
+    has_card: bool = False
     card: list[Problem] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -428,9 +430,20 @@ def _look_at_weights(folder: Path, model_class: type, config, settings: dict, fo
     if not found.weights.files:
         found.reasons.append("there are no weights as safetensors")
     shapes = _headers(folder, found)
-    if found.weights.files and not settings.get("quantization_config"):
+    if found.weights.files and not settings.get("quantization_config") and not _fetches_a_backbone(config, found):
         _compare_shapes(model_class, config, shapes, found)
     _look_at_norm(folder, config, settings, found)
+
+
+def _fetches_a_backbone(config, found: Verification) -> bool:
+    """Whether a part is of a type that downloads weights of another repository as soon as it is built."""
+    for name in ("vision_config", "text_config"):
+        part = getattr(config, name)
+        if any(getattr(part, key, None) for key in _BACKBONE_KEYS):
+            found.elsewhere.append(f"config.json: {name} -> the backbone that it names")
+            found.reasons.append(f"{name} (model type {part.model_type}) takes its weights from elsewhere")
+            return True
+    return False
 
 
 def _weight_files(folder: Path, found: Verification) -> list[str]:
@@ -561,6 +574,7 @@ def _look_at_card(folder: Path, names: list[str], found: Verification) -> None:
     if not (folder / "README.md").is_file():
         found.notes.append("there is no model card (README.md)")
         return
+    found.has_card = True
     try:
         found.card = check_card(folder / "README.md")
     except NormalignError as error:
@@ -580,7 +594,9 @@ def _few(items) -> str:
 def print_verification(found: Verification, console: Console | None = None) -> None:
     """Shows what was found as a table of files, the diffs, and the verdict with its reasons."""
     console = console or Console(highlight=False)
-    table = Table("code", f"against normalign {found.normalign_version}", "runs with trust_remote_code", box=None)
+    table = Table(box=None, title_justify="left", title="What trust_remote_code=True runs")
+    for heading in ("file", "state", "runs"):
+        table.add_column(heading, overflow="fold")
     for file in found.code:
         table.add_row(Text(file.file), file.state, "yes" if file.runs else "no")
     console.print(table)
@@ -602,6 +618,8 @@ def print_verification(found: Verification, console: Console | None = None) -> N
 def _summary(found: Verification) -> list[tuple[str, str]]:
     weights, norm = found.weights, found.aligned_norm
     gain = f", mean |gain| {norm['gain_abs_mean']:.6g}" if "gain_abs_mean" in norm else ""
+    files = f"{len(weights.files)} file{'s' if len(weights.files) != 1 else ''}"
+    card = f"{len(found.card)} problem{'s' if len(found.card) != 1 else ''} found" if found.has_card else "none"
     T = "not recorded" if norm["target_norm"] is None else f"{norm['target_norm']:.6g}"
     return [
         ("model", f"{found.source} ({found.model_type})"),
@@ -610,7 +628,7 @@ def _summary(found: Verification) -> list[tuple[str, str]]:
         ("imports", ", ".join(found.packages) or "nothing beyond Python's own"),
         ("elsewhere", "; ".join(found.elsewhere) or "nothing is fetched from another repository"),
         ("pickles", _few(found.pickles) or "none"),
-        ("weights", f"{weights.tensors} tensors, {weights.parameters:,} values in {len(weights.files)} files"),
+        ("weights", f"{weights.tensors} tensors, {weights.parameters:,} values in {files}"),
         ("aligned norm", norm["kind"] if norm["kind"] == "none" else f"{norm['kind']}, T {T}{gain}"),
-        ("card", f"{len(found.card)} problems" if found.card else "no problem found"),
+        ("card", card),
     ]

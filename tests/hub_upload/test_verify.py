@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -378,6 +379,19 @@ def test_an_adapter_and_quantized_weights_are_named(folder):
     assert any("quantization_config quantizes the weights" in reason for reason in reasons)
 
 
+def test_a_part_that_would_download_its_weights_is_named_and_not_built(folder):
+    change_config(folder, vision_config={"model_type": "timm_wrapper", "architecture": "hf-hub:someone/else"})
+    assert only_reason(verify(folder)) == "vision_config (model type timm_wrapper) takes its weights from elsewhere"
+
+
+@pytest.mark.both_generations
+def test_a_part_of_an_unknown_type_is_one_paragraph_and_its_code_is_not_fetched(folder):
+    block = {"model_type": "homemade", "auto_map": {"AutoConfig": "someone/else--config.C"}}
+    change_config(folder, text_config=block)
+    with pytest.raises(NormalignError, match="The config of the model .* could not be loaded"):
+        verify(folder)
+
+
 # --- the aligned norm
 
 
@@ -417,6 +431,7 @@ def test_a_folder_without_card_is_told_so(folder):
     (folder / "README.md").unlink()
     found = verify(folder)
     assert (found.verdict, found.notes) == ("passes", ["there is no model card (README.md)"])
+    assert re.search("card +none", run(folder).stdout)
 
 
 # --- the Hub
@@ -515,7 +530,8 @@ def run(*arguments):
 def test_the_command_ends_with_0_for_a_good_folder_and_1_for_another(folder):
     good = run(folder)
     assert good.exit_code == 0 and "passes" in good.stdout
-    assert f"identical to normalign {normalign.__version__}" in good.stdout
+    assert f"identical to normalign {normalign.__version__}" in good.stdout and "0 problems found" in good.stdout
+    assert all(name in good.stdout for name in CODE)
     (folder / "helper[red].py").write_text("x = 1")
     with (folder / MODELING).open("a") as file:
         file.write("x = [/]\n")
