@@ -1,8 +1,20 @@
 """Turns a trained model into a self-contained Hub folder and checks it."""
 
+from .card_check import Problem, check_card
 from .clean_process import check_export, load_in_clean_process
 from .export import export
 from .model_card import model_card
+from .verify import Verification, print_verification, verify
 
 
-__all__ = ["check_export", "export", "load_in_clean_process", "model_card"]
+__all__ = [
+    "Problem",
+    "Verification",
+    "check_card",
+    "check_export",
+    "export",
+    "load_in_clean_process",
+    "model_card",
+    "print_verification",
+    "verify",
+]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import AutoModelForImageTextToText as AutoModelForVision2Seq
 
     from .assembly import compose, graft
-    from .hub_upload import export
+    from .hub_upload import export, verify
     from .inspection import inspect_model
     from .modeling.aligned_norm import AlignedNorm, text_embedding_norm
     from .modeling.configuration_normalign_llava import NormAlignLlavaConfig
@@ -34,6 +34,7 @@ _HOMES = {
     "graft": ".assembly",
     "inspect_model": ".inspection",
     "export": ".hub_upload",
+    "verify": ".hub_upload",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "graft",
     "inspect_model",
     "text_embedding_norm",
+    "verify",
 ]
 
 
