@@ -18,6 +18,7 @@ from ..assembly.loading import explained, load_processor, quiet_transformers, re
 from ..assembly.saving import check_target, named_folder, write_parts, written_in_full
 from ..configuration.errors import NormalignError
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .card_check import check_card
 from .model_card import CARD_MARK, model_card, model_facts
 
 
@@ -71,6 +72,7 @@ def export(
         facts = model_facts(model)
         del model
         model_card(facts, code, results=results, base_model=base_model, license=license).save(folder / "README.md")
+        _check_card(folder / "README.md")
         _check_files(folder, code, source)
         _check_weights(model_class, folder, expected)
     return out
@@ -229,6 +231,14 @@ def _logits(model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             "checkpoint, and look in the training log for the step at which the loss became NaN."
         )
     return logits
+
+
+def _check_card(card: Path) -> None:
+    if problems := check_card(card):
+        raise NormalignError(
+            f"The model card would not be right, so nothing was written: {'; '.join(map(str, problems))}. Put right what "
+            f"was given for it (license, base models, results) or what the model's config says of its origin."
+        )
 
 
 def _check_files(folder: Path, code: list[Path], source: Path) -> None:

@@ -7,10 +7,10 @@ import re
 import zipfile
 from pathlib import Path
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from ..configuration.errors import NormalignError
+from .card_check import check_card
 from .clean_process import load_in_clean_process
 
 
@@ -18,20 +18,6 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz", ".npy", ".msgpack", ".h5"}
 # What an operating system, an editor or a download leaves in a folder; it is not sent.
 LEFT_OUT = {".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".DS_Store", "Thumbs.db"}
-
-# https://huggingface.co/docs/hub/repositories-licenses
-_LICENSE_LIST = """
-apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
-afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5
-cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0
-cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0
-cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0
-lgpl lgpl-2.1 lgpl-3.0 lgpl-lr isc h-research intel-research lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0 odc-by
-odbl openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl deepfloyd-if-license
-fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma unknown
-other
-"""
-LICENSES = frozenset(_LICENSE_LIST.split())
 
 _SECRETS = {
     "a Hugging Face token": re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{30,}"),
@@ -208,110 +194,8 @@ def _card_file_problems(folder: Path, files: list[str]) -> list[str]:
         text = (folder / "README.md").read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return ["README.md is not UTF-8"]
-    return [f"README.md: {problem}" for problem in card_problems(text)]
-
-
-def card_problems(text: str) -> list[str]:
-    """What the Hub would reject or misread in a card's metadata, each with its field; empty when it is valid.
-
-    See https://huggingface.co/docs/hub/model-cards and https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
-    """
-    block = re.match(r"\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", text, re.DOTALL)
-    if block is None:
-        return ["it does not begin with metadata between two lines of ---"]
-    try:
-        data = yaml.safe_load(block[1])
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" in line {where.line + 2}" if where else ""
-        return [f"its metadata is not valid YAML{line} ({getattr(error, 'problem', None) or error})"]
-    if not isinstance(data, dict):
-        return ["its metadata is not a mapping of fields"]
-    return [
-        *_license_problems(data),
-        *_list_problems(data),
-        *_text_problems(data),
-        *_model_index_problems(data.get("model-index", [])),
-    ]
-
-
-def _license_problems(data: dict) -> list[str]:
-    named = data.get("license")
-    if named is None:
-        return ["license is missing"]
-    ids = named if isinstance(named, list) else [named]
-    unknown = [name for name in ids if not isinstance(name, str) or name not in LICENSES]
-    if unknown or not ids:
-        return [f"license {unknown or ids!r} is no license id of the Hub; write `other` with a license_name"]
-    if "other" in ids and not data.get("license_name"):
-        return ["license `other` needs a license_name"]
-    return []
-
-
-def _list_problems(data: dict) -> list[str]:
-    """Fields that are a name or a list of names; null in them is what the Hub rejects most."""
-    problems = []
-    for field in ("datasets", "tags", "base_model", "language", "metrics"):
-        value = data.get(field, [])
-        entries = value if isinstance(value, list) else [value]
-        bad = [entry for entry in entries if not isinstance(entry, str) or not entry.strip()]
-        if bad:
-            problems.append(f"{field} has {bad[0]!r} where a name belongs")
-        elif field in ("datasets", "base_model"):
-            wrong = [entry for entry in entries if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", entry)]
-            problems += [f"{field} has {entry!r}, which is no Hub id" for entry in wrong]
-    return problems
-
-
-def _text_problems(data: dict) -> list[str]:
-    fields = ("library_name", "pipeline_tag", "license_name", "license_link", "model_name", "thumbnail")
-    return [
-        f"{field} must be text, got {data[field]!r}"
-        for field in fields
-        if field in data and not isinstance(data[field], str)
-    ]
-
-
-def _model_index_problems(index) -> list[str]:
-    if not isinstance(index, list):
-        return ["model-index must be a list"]
-    problems = []
-    for i, model in enumerate(index):
-        where = f"model-index[{i}]"
-        if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-            problems.append(f"{where} needs a name")
-            continue
-        results = model.get("results")
-        if not isinstance(results, list) or not results:
-            problems.append(f"{where}.results must be a list that is not empty")
-            continue
-        for j, result in enumerate(results):
-            problems += _result_problems(f"{where}.results[{j}]", result)
-    return problems
-
-
-def _result_problems(where: str, result) -> list[str]:
-    if not isinstance(result, dict):
-        return [f"{where} must be a mapping"]
-    problems = []
-    for part, needed in (("task", ("type",)), ("dataset", ("type", "name"))):
-        given = result.get(part)
-        for key in needed:
-            if not isinstance(given, dict) or not isinstance(given.get(key), str):
-                problems.append(f"{where}.{part}.{key} is missing or no text")
-    dataset = result.get("dataset")
-    if isinstance(dataset, dict):
-        for key in ("config", "split", "revision"):
-            if key in dataset and not isinstance(dataset[key], str):
-                problems.append(f"{where}.dataset.{key} must be text, got {dataset[key]!r}")
-    metrics = result.get("metrics")
-    if not isinstance(metrics, list) or not metrics:
-        problems.append(f"{where}.metrics must be a list that is not empty")
-    else:
-        for k, metric in enumerate(metrics):
-            if not isinstance(metric, dict) or not isinstance(metric.get("type"), str) or metric.get("value") is None:
-                problems.append(f"{where}.metrics[{k}] needs a type and a value")
-    return problems
+    # local paths and tokens in its lines are looked for in every file alike, below
+    return [f"README.md: {problem}" for problem in check_card(text) if not problem.field.startswith("line ")]
 
 
 # --- what it gives away

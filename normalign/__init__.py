@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import AutoModelForImageTextToText as AutoModelForVision2Seq
 
     from .assembly import compose, graft
-    from .hub_upload import export, push
+    from .hub_upload import export, push, verify
     from .inspection import inspect_model
     from .modeling.aligned_norm import AlignedNorm, text_embedding_norm
     from .modeling.configuration_normalign_llava import NormAlignLlavaConfig
@@ -35,6 +35,7 @@ _HOMES = {
     "inspect_model": ".inspection",
     "export": ".hub_upload",
     "push": ".hub_upload",
+    "verify": ".hub_upload",
 }
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "inspect_model",
     "push",
     "text_embedding_norm",
+    "verify",
 ]
 
 

@@ -482,6 +482,32 @@ def _size(count: int) -> str:
     return f"{amount:.3g} {units[0]}"
 
 
+@app.command()
+def verify(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="DIR_OR_REPO", help="A local folder or a Hub id.", show_default=False, parser=_model),
+    ],
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub id.  [dim]default: main[/]")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model would run under trust_remote_code, and whether code, weights and card are as they should be.
+
+    Nothing of the model is run. Ends with status 1 when something is not as it should be.
+    """
+    from .hub_upload import print_verification, verify
+
+    with _only_json(as_json):
+        found = verify(source, revision=revision)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        print_verification(found)
+    raise typer.Exit(0 if found.verdict == "passes" else 1)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from normalign.configuration.errors import NormalignError
-from normalign.hub_upload import preflight
-from normalign.hub_upload.preflight import card_problems, check_folder
+from normalign.hub_upload.preflight import check_folder
 
 
 TOKEN = "hf_" + "AbCdEfGhIj" * 3 + "Klmn"
@@ -166,67 +165,12 @@ def test_addresses_that_only_look_like_places_are_no_finding(folder):
 
 
 VALID = {"license": "mit", "library_name": "transformers", "tags": ["a"], "datasets": ["a/b", "c"]}
-RESULT = """
-model-index:
-- name: m
-  results:
-  - task: {type: image-text-to-text}
-    dataset: {type: mmstar, name: MMStar, config: default}
-    metrics: [{type: accuracy, value: 0.5}]
-"""
 
 
 def card(text):
     return f"---\n{text}\n---\n\n# Card\n"
 
 
-def test_the_card_of_an_export_is_valid(exported):
-    assert card_problems((exported / "README.md").read_text(encoding="utf-8")) == []
-
-
-def test_a_card_with_results_is_valid():
-    assert card_problems(card("license: apache-2.0" + RESULT)) == []
-    assert card_problems(card("license: other\nlicense_name: mine\nbase_model: a/b\nlanguage: en")) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("license: mit\ndatasets: [null]", "datasets has None"),
-        ("license: mit\ndatasets:\n- a b", "datasets has 'a b', which is no Hub id"),
-        ("license: mit\nbase_model: /home/me/model", "base_model has '/home/me/model', which is no Hub id"),
-        ("license: mit\ntags: [1]", "tags has 1"),
-        ("tags: [a]", "license is missing"),
-        ("license: null", "license is missing"),
-        ("license: my-own", "license ['my-own'] is no license id"),
-        ("license: other", "needs a license_name"),
-        ("license: mit\nlibrary_name: 3", "library_name must be text"),
-        ("license: mit\ntitle: one: two", "not valid YAML in line 3"),
-        ("- a", "not a mapping"),
-        ("license: mit" + RESULT.replace("config: default", "config: 3"), "dataset.config must be text, got 3"),
-        (
-            "license: mit" + RESULT.replace("dataset: {type: mmstar, name: MMStar, config: default}", "x: 1"),
-            "dataset.type",
-        ),
-        ("license: mit" + RESULT.replace("task: {type: image-text-to-text}", "x: 1"), "task.type is missing"),
-        ("license: mit" + RESULT.replace("value: 0.5", "value: null"), "metrics[0] needs a type and a value"),
-        ("license: mit\nmodel-index:\n- name: m\n  results: []", "results must be a list that is not empty"),
-        ("license: mit\nmodel-index:\n- results: [1]", "model-index[0] needs a name"),
-    ],
-)
-def test_a_card_that_the_hub_would_reject_is_told_by_field_and_reason(text, expected):
-    problems = card_problems(card(text))
-    assert len(problems) >= 1 and expected in "; ".join(problems)
-
-
-def test_a_card_without_metadata_is_told():
-    assert card_problems("# Title\n") == ["it does not begin with metadata between two lines of ---"]
-
-
 def test_an_invalid_card_stops_the_folder(folder):
     (folder / "README.md").write_text(card("license: mit\ndatasets: [null]"))
-    assert "README.md: datasets has None" in refusal(folder)
-
-
-def test_every_license_is_one_word():
-    assert len(preflight.LICENSES) > 70 and all(name == name.lower() for name in preflight.LICENSES)
+    assert "README.md: datasets" in refusal(folder)

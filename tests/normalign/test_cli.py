@@ -19,7 +19,7 @@ from normalign.configuration.errors import NormalignError
 from normalign.train_trl import RecipeError
 
 
-COMMANDS = ["demo", "compose", "graft", "inspect", "train", "chat", "export", "push"]
+COMMANDS = ["demo", "compose", "graft", "inspect", "train", "chat", "export", "push", "verify"]
 
 
 def run(*arguments, stdin=None):
