@@ -96,9 +96,8 @@ def limits_of_the_other_generation(config: dict) -> list[str]:
         limits.append(f"the language model `{text['model_type']}` was not tried on both")
     rope = text.get("rope_parameters")
     if rope and rope_for_4(text["model_type"], rope) is None:
-        limits.append(
-            "transformers 4.57 has no setting for its rotary embeddings, which differ between kinds of layers"
-        )
+        kind = f"`{rope['rope_type']}`" if isinstance(rope.get("rope_type"), str) else "several, by kind of layer"
+        limits.append(f"transformers 4.57 has no setting for its rotary embeddings ({kind})")
     return limits
 
 
