@@ -18,6 +18,7 @@ from ..assembly.loading import explained, load_processor, quiet_transformers, re
 from ..assembly.saving import check_target, named_folder, write_parts, written_in_full
 from ..configuration.errors import NormalignError
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .both_generations import write_for_both_generations
 from .card_check import check_card
 from .model_card import CARD_MARK, model_card, model_facts
 
@@ -40,7 +41,7 @@ def export(
     base_model: str | list[str] | None = None,
     license: str | None = None,
 ) -> Path:
-    """Writes `model_dir` to the flat, self-contained folder `out`, ready for the Hub.
+    """Writes `model_dir` to the flat, self-contained folder `out`, ready for the Hub, for transformers 4.57 and 5 alike.
 
     The folder holds safetensors weights (sharded by transformers' default), the model's Python files as they are in
     this package, config, processor, generation config and README.md, and no training state, pickle or local path. It
@@ -67,6 +68,7 @@ def export(
     with written_in_full(out) as folder:
         model, processor = _load_source(model_class, source)
         expected = _logits(model, _sample_inputs(model, processor))
+        expected_ids = _sample_ids(processor)
         code = code_files(model_class)
         _write(model, processor, folder, code)
         facts = model_facts(model)
@@ -75,6 +77,7 @@ def export(
         _check_card(folder / "README.md")
         _check_files(folder, code, source)
         _check_weights(model_class, folder, expected)
+        _check_tokenizer(folder, expected_ids)
     return out
 
 
@@ -183,6 +186,7 @@ def _write(model, processor, folder: Path, code: list[Path]) -> None:
         shutil.copyfile(file, folder / file.name)
     for file in folder.glob("*.json"):
         _strip_local_keys(file)
+    write_for_both_generations(folder)
 
 
 def _forget_where_it_came_from(config) -> None:
@@ -214,6 +218,12 @@ def _sample_inputs(model, processor) -> dict[str, torch.Tensor]:
     inputs = processor(images=Image.fromarray(pixels), text=f"{processor.image_token}\n?", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     return dict(inputs)
+
+
+def _sample_ids(processor) -> list[int]:
+    """What text tokenizers treat each in their own way becomes: spaces, digits, accents, marks, special tokens."""
+    text = f" Two  spaces, 12345, naïve Ünïcode\n\t{processor.tokenizer.eos_token or ''} café—日本 {processor.image_token}x"
+    return processor.tokenizer(text)["input_ids"]
 
 
 @torch.no_grad()
@@ -282,4 +292,14 @@ def _check_weights(model_class: type, folder: Path, expected: torch.Tensor) -> N
             f"The export gives other logits than its source (shape {tuple(logits.shape)} against "
             f"{tuple(expected.shape)}, largest difference {difference}), so it was not written. This is a fault of "
             f"normalign or of the installed transformers: please report it with both versions."
+        )
+
+
+def _check_tokenizer(folder: Path, expected: list[int]) -> None:
+    ids = _sample_ids(load_processor(folder))
+    if ids != expected:
+        raise NormalignError(
+            f"The export's tokenizer makes other tokens of a sample text than its source ({ids} against {expected}), so "
+            f"it was not written. This is a fault of normalign or of the installed transformers: please report it with "
+            f"both versions and the name of the language model."
         )

@@ -11,6 +11,7 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from .both_generations import limits_of_the_other_generation
 
 
 CARD_MARK = "<!-- written by normalign export -->"
@@ -42,6 +43,7 @@ class ModelFacts:
     gain_max: float | None
     mu: float | None
     composed_from: dict[str, str]
+    generation_limits: list[str]
 
 
 def model_facts(model) -> ModelFacts:
@@ -65,6 +67,7 @@ def model_facts(model) -> ModelFacts:
         gain_max=None if gain is None else gain.max().item(),
         mu=None if norm is None or not settings["gwc"] else norm.mu.item(),
         composed_from=dict(getattr(config, "composed_from", None) or {}),
+        generation_limits=limits_of_the_other_generation(config.to_dict()),
     )
 
 

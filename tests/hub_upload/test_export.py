@@ -17,6 +17,7 @@ import normalign.modeling
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import export
 from normalign.hub_upload import export as export_function
+from normalign.hub_upload.both_generations import older_name
 from normalign.hub_upload.export import code_files
 from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
@@ -29,12 +30,13 @@ FILES = [
     "config.json",
     "generation_config.json",
     "model.safetensors",
+    "preprocessor_config.json",
     "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
 ]
 if transformers.__version__.startswith("4."):
-    FILES += ["preprocessor_config.json", "special_tokens_map.json"]
+    FILES += ["special_tokens_map.json"]
 
 
 def names(folder):
@@ -105,9 +107,15 @@ def test_config_names_a_class_of_the_folder_for_every_auto_class(exported):
         assert f"class {name}(" in (exported / f"{module}.py").read_text()
 
 
+def weights_of(checkpoint):
+    """A checkpoint's weights by the names that an export gives them."""
+    weights = load_file(checkpoint / "model.safetensors")
+    return {older_name(key, "siglip_vision_model"): value for key, value in weights.items()}
+
+
 @pytest.mark.both_generations
 def test_exported_weights_are_those_of_the_checkpoint(exported, checkpoint):
-    source, written = load_file(checkpoint / "model.safetensors"), load_file(exported / "model.safetensors")
+    source, written = weights_of(checkpoint), load_file(exported / "model.safetensors")
     assert source.keys() == written.keys()
     assert all(torch.equal(source[key], written[key]) for key in source)
     assert all(source[key].dtype == written[key].dtype for key in source)
@@ -133,7 +141,7 @@ def test_a_sharded_checkpoint_is_exported(model, processor, checkpoint, tmp_path
     processor.save_pretrained(tmp_path / "sharded")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     written = load_file(export(tmp_path / "sharded", tmp_path / "out") / "model.safetensors")
-    source = load_file(checkpoint / "model.safetensors")
+    source = weights_of(checkpoint)
     assert source.keys() == written.keys() and all(torch.equal(source[key], written[key]) for key in source)
 
 
@@ -302,6 +310,15 @@ def test_a_place_that_is_no_folder_is_refused(checkpoint, tmp_path, monkeypatch,
     (tmp_path / "file").touch()
     with pytest.raises(NormalignError, match="has no name|file is a file"):
         export(checkpoint, out, overwrite=True)
+
+
+def test_a_tokenizer_that_comes_out_different_stops_the_export(checkpoint, tmp_path, monkeypatch):
+    ids = iter(([1, 2, 3], [1, 2]))
+    # the package's attribute of that name is the function, not its module
+    monkeypatch.setitem(export_function.__globals__, "_sample_ids", lambda processor: next(ids))
+    with pytest.raises(NormalignError, match="tokenizer makes other tokens"):
+        export(checkpoint, tmp_path / "out")
+    assert names(tmp_path) == []
 
 
 def test_a_gain_that_is_not_finite_is_named(make_model, make_checkpoint, tmp_path):
