@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .inputs import build_inputs
+from .inputs import build_inputs, opened
 
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _controls(samples: Sequence[Sample], index: int) -> dict[str, list[Image.Ima
     from PIL import Image
 
     _, images = samples[index]
-    controls = {"black": [Image.new("RGB", image.size) for image in images], "none": []}
+    controls = {"black": [Image.new("RGB", image.size) for image in opened(images)], "none": []}
     others = other_images(samples, index)
     return {**controls, "other": others} if others else controls
 
@@ -176,8 +176,9 @@ def _controls(samples: Sequence[Sample], index: int) -> dict[str, list[Image.Ima
 def other_images(samples: Sequence[Sample], index: int) -> list[Image.Image] | None:
     """As many images as the sample has, from the next sample whose images differ; None when all are the same."""
     _, images = samples[index]
+    shown = opened(images)
     for step in range(1, len(samples)):
         _, others = samples[(index + step) % len(samples)]
-        if others and others != images:
+        if others and opened(others) != shown:
             return [others[i % len(others)] for i in range(len(images))]
     return None

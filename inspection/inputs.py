@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 MODALITIES = ("visual", "text")
 
 
+def opened(images: Sequence[Image.Image | Callable[[], Image.Image]]) -> list[Image.Image]:
+    """The images; one that is given as a function is opened now, so that hundreds need not lie in memory together."""
+    return [image() if callable(image) else image for image in images]
+
+
 def build_inputs(
     model: PreTrainedModel, processor: ProcessorMixin, samples: Sequence[tuple[str, list[Image.Image]]]
 ) -> BatchFeature:
@@ -27,7 +32,7 @@ def build_inputs(
     Prompts go through the processor's chat template where it has one; padding is on the side that the processor pads.
     """
     prompts = [_prompt_text(processor, prompt, len(images)) for prompt, images in samples]
-    images = [list(some) for _, some in samples]
+    images = [opened(some) for _, some in samples]
     options: dict[str, Any] = {"padding": True} if len(samples) > 1 else {}
     if getattr(processor, "chat_template", None):
         options["add_special_tokens"] = False  # the template has written them

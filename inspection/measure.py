@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
     from .report import NormReport
+
+
+class NotFiniteError(NormalignError):
+    """The model yields NaN or infinity, so there is nothing to measure; the message says where first."""
+
 
 SCHEMA = 1
 DEFAULT_PROMPT = "Describe the image."
@@ -46,7 +52,8 @@ def inspect_model(
     images. The model's weights and mode are left as they were.
 
     Args:
-        images: one image for each prompt, or a list of images for a prompt about several.
+        images: one image for each prompt, or a list of images for a prompt about several. An image may be a function
+            that opens it, which is called when it is needed, so that hundreds need not lie in memory together.
         attention: also measure attention from text to visual tokens: one more pass, with eager attention.
         controls: also compare the next-token distribution with those for a black, no, and another image, and for
             shuffled visual tokens.
@@ -123,12 +130,14 @@ def _norms(
         for sample in samples:
             model(**build_inputs(model, processor, [sample]), use_cache=False)
             step()
+    recorded = recorder.to_dict()
+    _refuse_not_finite(recorded, type(parts.model).__name__)
     data = {
         "schema": SCHEMA,
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         "images": sum(len(images) for _, images in samples),
         "prompts": len(samples),
-        **recorder.to_dict(),
+        **recorded,
         "aligned_norm": _aligned_norm(parts),
         "controls": None,
         "gradients": None,
@@ -136,6 +145,20 @@ def _norms(
     for layer in data["layers"]:
         layer["attention"] = None
     return data
+
+
+def _refuse_not_finite(recorded: dict[str, Any], name: str) -> None:
+    """Raises NotFiniteError with the first place, on the way through the model, whose mean is not a finite number."""
+    way = [(part.replace("_", " "), figures) for part, figures in recorded["interface"].items() if figures]
+    for number, layer in enumerate(recorded["layers"], 1):
+        way += [(f"the {modality} tokens of layer {number}", figures) for modality, figures in layer.items()]
+    for place, figures in way:
+        if not all(math.isfinite(value) for value in figures.values() if isinstance(value, (int, float))):
+            raise NotFiniteError(
+                f"{name} gives values that are not finite (NaN or infinite), first at: {place}. There is nothing to "
+                f"measure. Check the weights there (a diverged training leaves such), and the number format: float16 "
+                f"overflows where bfloat16 and float32 do not."
+            )
 
 
 def _aligned_norm(parts: Parts) -> dict[str, Any] | None:

@@ -57,7 +57,8 @@ class NormStatistics:
         norms, weights = norms.to(self._sums.device), weights.to(self._sums.device)
         weighted = norms * weights
         self._sums += torch.stack((weights.sum(), weighted.sum(), (weighted * norms).sum()))
-        places = ((norms.log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(0, len(self._bins) - 1)
+        # a norm that is not a number shows in the mean; it has no place among the bins
+        places = ((norms.log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).nan_to_num(0).clamp(0, len(self._bins) - 1)
         self._bins.scatter_add_(0, places.long(), weights)
 
     @property

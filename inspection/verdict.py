@@ -138,6 +138,8 @@ def _origin_sentence(data: Mapping[str, Any], figures: Mapping[str, Any]) -> str
         words[step].format(factor)
         for step, factor in factors.items()
         if factor and step not in figures["arises_in"] and (step != "behind_projector" or abs(factor - 1) > 0.05)
+        # what does a good part of it is not denied
+        if math.log(factor) / math.log(figures["ratio"]) < 1 / 3
     ]
     return f"It arises in {' and in '.join(makers)}{', not in ' + ' or in '.join(others) if others else ''}."
 

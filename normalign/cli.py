@@ -10,6 +10,7 @@ import math
 import sys
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -568,7 +569,9 @@ def _what_to_inspect(
     from .evaluation.generation import open_image
 
     if paths:
-        pictures, prompts, answers = [open_image(path) for path in paths], None, None
+        for path in paths:
+            open_image(path)  # a file that cannot be read is named before the model is loaded
+        pictures, prompts, answers = [partial(open_image, path) for path in paths], None, None
     else:
         from .train_trl.digit_scenes import digit_scene_rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from transformers import ProcessorMixin, TrainerCallback
 from ..configuration.errors import NormalignError
 from ..inspection import inspect_model
 from ..inspection.figures import draw_evolution, save_png
+from ..inspection.measure import NotFiniteError
+
+
+logger = logging.getLogger(__name__)
 
 
 class InspectCallback(TrainerCallback):
@@ -78,14 +83,22 @@ class InspectCallback(TrainerCallback):
     def _measure(self, model: nn.Module, state) -> None:
         if state.global_step in self._measured or not state.is_world_process_zero:
             return
-        report = inspect_model(model, self._processor, self._images, self._prompts, **self._options)
+        try:
+            report = inspect_model(model, self._processor, self._images, self._prompts, **self._options)
+        except NotFiniteError as error:
+            # a watcher does not end what it watches
+            logger.warning(f"Step {state.global_step} was not measured. {error}")
+            return
         self._measured[state.global_step] = report.to_dict()
         self._write()
 
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({"step": step, "report": report}) for step, report in self._measured.items()]
-        self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        # whole or as it was, so that a killed run can go on
+        whole = self.path.with_suffix(".partial")
+        whole.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        whole.replace(self.path)
         figure = draw_evolution(list(self._measured), list(self._measured.values()))
         save_png(figure, self.folder / "evolution.png")
 

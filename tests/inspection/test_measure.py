@@ -1,10 +1,13 @@
 """inspect_model on a composed model: what is measured, of which samples, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 
 from normalign import inspect_model
 from normalign.configuration.errors import NormalignError
+from normalign.inspection.measure import NotFiniteError
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
 from .hooks import hooks_on
@@ -135,3 +138,24 @@ def test_what_does_not_fit_together_is_refused(composed, images):
         inspect_model(*composed, images, gradients=True)
     with pytest.raises(NormalignError, match="one answer for each prompt: got 1 for 3"):
         inspect_model(*composed, images, gradients=True, answers=["7"])
+
+
+def test_a_model_that_yields_nan_is_refused_with_the_place(composed):
+    model, processor = copy.deepcopy(composed[0]), composed[1]
+    rows = digit_scene_rows(1, split="test", text_only_share=0)
+    model.get_decoder().layers[1].mlp.up_proj.weight.data[0] = float("nan")
+    with pytest.raises(NotFiniteError, match="first at: the visual tokens of layer 2"):
+        inspect_model(model, processor, rows[0]["images"], [rows[0]["question"]])
+    model.model.multi_modal_projector.linear_1.weight.data[0] = float("nan")
+    with pytest.raises(NotFiniteError, match="first at: projector"):
+        inspect_model(model, processor, rows[0]["images"], [rows[0]["question"]])
+
+
+def test_images_given_as_functions_are_opened_when_needed_and_measured_alike(composed):
+    rows = digit_scene_rows(3, split="test", text_only_share=0)
+    images, prompts = [row["images"][0] for row in rows], [row["question"] for row in rows]
+    calls = []
+    lazy = [lambda image=image: calls.append(1) or image for image in images]
+    report = inspect_model(*composed, lazy, prompts, controls=True)
+    assert report.to_dict() == inspect_model(*composed, images, prompts, controls=True).to_dict()
+    assert len(calls) >= 3

@@ -538,7 +538,7 @@ def inspection(room):
 
     def inspect_model(model, processor, images, progress, **options):
         progress("norms", 1, len(images))
-        seen.calls.append((model, images, options))
+        seen.calls.append((model, [image() if callable(image) else image for image in images], options))
         return Report({"model": "a path in the cache", "ratio": 12.5})
 
     def compare_reports(first, second):
