@@ -76,7 +76,8 @@ def inspect_model(
         got = "none" if answers is None else len(answers)
         raise NormalignError(f"Gradients need one answer for each prompt: got {got} for {len(samples)} prompts.")
     parts = find_parts(model)
-    with eval_mode(model):
+    # a compiled graph runs without the hooks that were put on after it was made
+    with torch.compiler.set_stance("force_eager"), eval_mode(model):
         data = _norms(model, processor, parts, samples, progress)
         if attention:
             _add_attention(data, model, processor, parts, samples, progress)

@@ -324,9 +324,10 @@ def inspect(
         pictures, prompts, answers = _what_to_inspect(paths, prompt, answer)
         options = {"attention": attention, "controls": controls, "gradients": gradients}
         options |= {"prompts": prompts, "answers": answers if gradients else None}
+        saved = None if compare is None else _saved_report(compare)  # what is broken is named before the work
         result = report = _inspected(model, pictures, options)
         if compare is not None:
-            other = _saved_report(compare) or _inspected(compare, pictures, options)
+            other = saved or _inspected(compare, pictures, options)
             result = compare_reports(report, other)
         if out is not None:
             report.save(out)

@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from normalign import inspect_model
 from normalign.configuration.errors import NormalignError
+from normalign.inspection.inputs import build_inputs
 from normalign.inspection.measure import NotFiniteError
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
@@ -159,3 +161,18 @@ def test_images_given_as_functions_are_opened_when_needed_and_measured_alike(com
     report = inspect_model(*composed, lazy, prompts, controls=True)
     assert report.to_dict() == inspect_model(*composed, images, prompts, controls=True).to_dict()
     assert len(calls) >= 3
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="compiling is tried on one generation")
+def test_a_compiled_model_is_measured_as_it_is(composed):
+    """A graph that was made before the hooks came would leave parts of the report out."""
+    torch._dynamo.reset()
+    rows = digit_scene_rows(2, split="test", text_only_share=0)
+    images, prompts = [row["images"][0] for row in rows], [row["question"] for row in rows]
+    expected = inspect_model(*composed, images, prompts).to_dict()
+    model, processor = copy.deepcopy(composed[0]), composed[1]
+    model.compile(backend="eager")
+    with torch.no_grad():
+        model(**build_inputs(model, processor, [(prompts[0], images[:1])]))
+    found = inspect_model(model, processor, images, prompts).to_dict()
+    assert found["interface"] == expected["interface"] and found["layers"] == expected["layers"]
