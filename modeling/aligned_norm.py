@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-KINDS = ("layernorm", "rmsnorm", "scale", "none")
 _ROWS_AT_ONCE = 8192
 
 

@@ -107,7 +107,7 @@ def make_model(vision="siglip_vision_model", language="llama", text=None, tie=Fa
 
 
 def make_processor(processor, model):
-    """The session's processor, with the image processor that such an encoder has and its number of tokens."""
+    """The processor that tests share, with the image processor that such an encoder has and its number of tokens."""
     vision = model.config.vision_config.model_type
     if vision == "clip_vision_model":
         image_processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16)
