@@ -16,7 +16,7 @@ help: ## show this list
 demo: $(VENV)/.installed ## compose, inspect, train, evaluate, export and reload a small model, offline
 	$(VENV)/bin/normalign demo --out $(OUT)
 
-test: lint $(VENV4)/.installed ## lint, all tests, then the marked subset with transformers 4.57
+test: lint $(VENV)/.installed-extras $(VENV4)/.installed ## lint, all tests, then the marked subset with transformers 4.57
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
 	$(VENV4)/bin/python -m pytest -n $(JOBS) --dist loadfile -m both_generations
 
@@ -39,6 +39,11 @@ $(VENV)/.installed $(VENV4)/.installed: setup.cfg pyproject.toml
 	@test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D) || { rm -rf $(@D); \
 		echo "$(PYTHON) has no working venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(@D)/bin/pip install --quiet --constraint $(filter constraints%,$^) --editable ".[dev]"
+	@touch $@
+
+# the optional packages that tests use, beside what the demo needs
+$(VENV)/.installed-extras: $(VENV)/.installed
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,browser,deepspeed,log,quant,serve,space]"
 	@touch $@
 
 python:

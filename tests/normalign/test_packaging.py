@@ -99,7 +99,8 @@ def test_the_metadata_names_version_program_and_python(installed):
     assert distribution.version == normalign.__version__
     assert {(entry.name, entry.value) for entry in distribution.entry_points} == {("normalign", "normalign.cli:main")}
     assert distribution.metadata["Requires-Python"] == "<3.14,>=3.10"
-    assert distribution.metadata.get_all("Provides-Extra") == ["flash", "quant", "eval", "deepspeed", "space", "dev"]
+    extras = ["flash", "quant", "eval", "deepspeed", "serve", "space", "log", "dev", "browser"]
+    assert distribution.metadata.get_all("Provides-Extra") == extras
     assert "Apache License" in (folder / "licenses" / "LICENSE").read_text(encoding="utf-8")
 
 
