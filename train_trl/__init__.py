@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .recipe import Recipe, RecipeError, load_recipe, parse_overrides
+from .recipe import Recipe, RecipeError
+from .recipe_reading import load_recipe, parse_overrides
 
 
 __all__ = ["Recipe", "RecipeError", "load_recipe", "parse_overrides", "train"]

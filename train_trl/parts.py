@@ -13,7 +13,7 @@ from ..configuration.errors import NormalignError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .recipe import TuneSettings
+    from .recipe import PartFigures, TuneSettings
 
 PARTS = ("vision", "projector", "norm", "language")
 
@@ -75,7 +75,7 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def training_table(model: nn.Module, learning_rate: float, title: str) -> Table:
+def training_table(model: nn.Module, learning_rate: PartFigures, title: str) -> Table:
     """What is trained and what is frozen, with counts, and the state of the norm: T, gain (mean |g|) and mu."""
     from rich.table import Table
 
@@ -97,7 +97,7 @@ def training_table(model: nn.Module, learning_rate: float, title: str) -> Table:
         trained = any(parameter.requires_grad for _, parameter in parameters)
         state = "trained" if trained else "frozen" if parameters else "absent"
         count = sum(parameter.numel() for _, parameter in parameters)
-        table.add_row(part, state, f"{count:,}", f"{learning_rate:g}" if trained else "-")
+        table.add_row(part, state, f"{count:,}", f"{learning_rate.of(part):g}" if trained else "-")
     return table
 
 

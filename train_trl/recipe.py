@@ -1,24 +1,18 @@
-"""Reads a training recipe: a YAML file, checked key by key, with changes from the command line on top."""
+"""A training recipe: its keys with their defaults and limits. `recipe_reading` makes one from a YAML file."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from ..configuration.errors import NormalignError
 
 
 Tune = Literal["frozen", "full"]
+TuneOrAdapt = Literal["frozen", "full", "lora"]
 Arm = Literal["none", "default", "aligned", "aligned_gwc", "rms", "scale"]
 
 # Source: arXiv 2512.08374, Table 5 for `default`; `rms` and `scale` leave GWC to compose.aligned_norm.gwc
@@ -56,22 +50,87 @@ class ComposeSettings:
 
 @dataclass
 class TuneSettings:
-    """What is trained of each part of the model."""
+    """What is trained of each part of the model; `lora` puts PEFT's adapters on its linear layers."""
 
-    vision: Tune = "frozen"
+    vision: TuneOrAdapt = "frozen"
     projector: Tune = "full"
     norm: Tune = "full"
-    language: Tune = "frozen"
+    language: TuneOrAdapt = "frozen"
 
 
 @dataclass
-class DataSettings:
-    """Which data set is trained on; `stage` is 1 for captions and 2 for questions."""
+class PartFigures:
+    """A figure for all parts that are trained, with other ones for single parts. A plain number means `all`."""
 
-    name: Literal["digit_scenes"] = "digit_scenes"
-    rows: int = 1000
+    all: float
+    vision: float | None = None
+    projector: float | None = None
+    norm: float | None = None
+    language: float | None = None
+
+    def of(self, part: str) -> float:
+        """The figure of one of the four parts."""
+        own = getattr(self, part)
+        return self.all if own is None else own
+
+    def given(self) -> dict[str, float]:
+        """The figures that are there, by their keys."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass
+class LoraSettings:
+    """The adapters of the parts whose `tune` is `lora`.
+
+    Args:
+        rank, alpha, dropout: as in PEFT; the adapters' output is scaled by alpha / rank.
+        language_targets, vision_targets: last names of the linear layers to adapt; null is all of that part, never
+            lm_head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    language_targets: list[str] | None = None
+    vision_targets: list[str] | None = None
+
+
+@dataclass
+class DataSource:
+    """One data set.
+
+    Args:
+        name: `digit_scenes` is built in; `trl` has rows of `messages` and `images`; `llava` has rows of `conversations`
+            with <image> marks and an `image` (LLaVA's JSON, LLaVA-NeXT's parquet).
+        path: a JSON, JSONL or parquet file, a folder of parquet files, a folder of Dataset.save_to_disk, or a Hub id.
+        split: which split of a Hub id or of a saved DatasetDict.
+        images: the folder that image paths in the rows start from; null is the folder of `path`.
+        rows: how many rows, the first of them; null is all (of digit_scenes: 1000).
+        seed, stage: of digit_scenes alone: what is drawn, and captions (1) or questions (2).
+        streaming: rows are read as they are needed, and the data set is never held as a whole.
+        weight: in a mixture, how often its rows are drawn beside those of weight 1.
+    """
+
+    name: Literal["digit_scenes", "trl", "llava"] = "digit_scenes"
+    path: str | None = None
+    split: str = "train"
+    images: str | None = None
+    rows: int | None = None
     seed: int = 0
     stage: Literal[1, 2] = 1
+    streaming: bool = False
+    weight: float = 1.0
+
+
+@dataclass
+class DataSettings(DataSource):
+    """What is trained on: one data set, or a `mixture` of several."""
+
+    mixture: list[DataSource] | None = None
+
+    def sources(self) -> list[DataSource]:
+        """The data sets, one or several."""
+        return [self] if self.mixture is None else self.mixture
 
 
 @dataclass
@@ -86,14 +145,29 @@ class Recipe:
         from_stage: the name of a former stage's folder, next to `output_dir`.
         compose: the backbones to start from.
         arm: shorthand for the norm's kind, start and GWC; a run that goes on from a model must have that arm already.
-        learning_rate: of all parts that are trained.
-        batch_size: rows in one step over all processes; `gradient_accumulation` splits it.
+        tune, lora, quantization: what is trained of each part, the adapters' size, and whether the frozen language model
+            is held in 4 bits (bitsandbytes).
+        learning_rate, weight_decay: one figure, or a block with `all` and single parts. The norm is never decayed.
+        batch_size: rows in one step over all processes.
+        per_device_batch_size: rows that one process takes at once; the accumulation steps follow from it.
+        gradient_accumulation: accumulation steps instead; without both, a process takes its whole share at once.
         epochs: passes over the data; `max_steps` stops earlier or goes on longer where it is set.
         warmup: steps, or below 1 the share of all steps.
         max_grad_norm: the global gradient norm is clipped to it; 0 clips nothing.
+        max_length: tokens of a row, images included; a longer row is a bad row. null is the language model's limit.
+        on_bad_row: `error` stops before the first step with the list of rows; `skip` leaves them out and says so.
+        batching: `padded`, or `padding_free`: the rows of a batch lie end to end, none sees another.
+        group_by_length: batches of rows of like length.
+        cache_vision_features: the outputs of a frozen vision encoder are computed once and kept in `cache_dir`
+            (null: beside output_dir).
+        gradient_checkpointing: recomputes activations in the backward pass, for less memory and more time.
+        attn_implementation: `auto` takes FlashAttention where GPU and package are there, else sdpa; or a name that
+            transformers knows.
+        precision: `auto` is bfloat16 autocast where the GPU has it, else float32. The norm is float32 always.
         save_steps: a checkpoint every so many steps; null keeps the finished folder alone.
         save_total_limit: how many checkpoints stay.
-        precision: `auto` is bfloat16 autocast where the GPU has it, else float32. The norm is float32 always.
+        resume: `auto` goes on from the newest complete checkpoint of an unfinished run of the same recipe in output_dir.
+        report_to: where figures go beside train_log.jsonl: tensorboard, wandb, trackio.
     """
 
     output_dir: str
@@ -104,22 +178,35 @@ class Recipe:
     arm: Arm | None = None
     tune: TuneSettings = field(default_factory=TuneSettings)
     data: DataSettings = field(default_factory=DataSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    quantization: Literal["4bit"] | None = None
     optimizer: str = "adamw_torch"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
+    learning_rate: PartFigures = field(default_factory=lambda: PartFigures(1e-3))
+    weight_decay: PartFigures = field(default_factory=lambda: PartFigures(0.0))
     schedule: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
     warmup: float = 0.03
     max_grad_norm: float = 1.0
     batch_size: int = 32
-    gradient_accumulation: int = 1
+    per_device_batch_size: int | None = None
+    gradient_accumulation: int | None = None
     epochs: float = 1.0
     max_steps: int | None = None
+    max_length: int | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+    batching: Literal["padded", "padding_free"] = "padded"
+    group_by_length: bool = False
+    cache_vision_features: bool = False
+    cache_dir: str | None = None
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "auto"
     seed: int = 0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     dataloader_workers: int = 0
     logging_steps: int = 10
     save_steps: int | None = None
     save_total_limit: int | None = None
+    resume: Literal["auto", "never"] = "auto"
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     overwrite: bool = False
 
     def __post_init__(self):
@@ -147,25 +234,53 @@ class Recipe:
             raise RecipeError(f"output_dir is {self.output_dir}, which is a file. Name a folder to write.")
 
     def _check_numbers(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
+        for key, value in self._all_numbers():
             if isinstance(value, float) and not math.isfinite(value):
-                raise RecipeError(f"{item.name} must be a finite number, got {value}.")
-        positive = ("learning_rate", "batch_size", "gradient_accumulation", "epochs", "logging_steps")
-        optional = ("max_steps", "save_steps", "save_total_limit")
-        for key in (*positive, *(name for name in optional if getattr(self, name) is not None)):
-            if not getattr(self, key) > 0:
-                raise RecipeError(f"{key} must be above 0, got {getattr(self, key)}.")
-        if self.learning_rate > _HIGHEST_RATE:
-            raise RecipeError(f"learning_rate must be at most {_HIGHEST_RATE:,}, got {self.learning_rate:g}.")
-        for key in ("weight_decay", "warmup", "max_grad_norm", "dataloader_workers"):
-            if not getattr(self, key) >= 0:
-                raise RecipeError(f"{key} must not be negative, got {getattr(self, key)}.")
-        if not 0 < self.data.rows <= _MOST_ROWS:
-            raise RecipeError(
-                f"data.rows must be above 0 and at most {_MOST_ROWS:,}, got {self.data.rows:,}: all rows are "
-                f"drawn before the first step. For a longer run set epochs."
-            )
+                raise RecipeError(f"{key} must be a finite number, got {value}.")
+        positive = ("batch_size", "epochs", "logging_steps", "lora.rank", "lora.alpha")
+        optional = ("max_steps", "save_steps", "save_total_limit", "max_length")
+        optional += ("per_device_batch_size", "gradient_accumulation", "data.rows", "data.weight")
+        numbers = dict(self._all_numbers())
+        for key in (*positive, *(key for key in optional if key in numbers)):
+            if not numbers[key] > 0:
+                raise RecipeError(f"{key} must be above 0, got {numbers[key]}.")
+        if self.learning_rate.all == 0:
+            raise RecipeError("learning_rate must be above 0, got 0.0. To leave a part as it is, freeze it by tune.")
+        for key, rate in self.learning_rate.given().items():
+            name = "learning_rate" if key == "all" else f"learning_rate.{key}"
+            if not 0 <= rate <= _HIGHEST_RATE:
+                limit = f"at most {_HIGHEST_RATE:,}" if rate > 0 else "above 0"
+                raise RecipeError(f"{name} must be {limit}, got {rate:g}.")
+        for key in ("warmup", "max_grad_norm", "dataloader_workers", "lora.dropout"):
+            if not numbers[key] >= 0:
+                raise RecipeError(f"{key} must not be negative, got {numbers[key]}.")
+        if min(self.weight_decay.given().values()) < 0:
+            raise RecipeError(f"weight_decay must not be negative, got {min(self.weight_decay.given().values())}.")
+        for source in self.data.sources():
+            if source.name == "digit_scenes" and not 0 < (source.rows or 1) <= _MOST_ROWS:
+                raise RecipeError(
+                    f"data.rows must be above 0 and at most {_MOST_ROWS:,}, got {source.rows:,}: all rows are "
+                    f"drawn before the first step. For a longer run set epochs."
+                )
+        self._check_seeds()
+
+    def _all_numbers(self) -> list[tuple[str, float]]:
+        """Every number that was given, by dotted key; `learning_rate.all` and `weight_decay.all` as the bare key."""
+        found = []
+
+        def walk(block: Any, prefix: str) -> None:
+            for item in dataclasses.fields(block):
+                value = getattr(block, item.name)
+                key = prefix[:-1] if item.name == "all" else prefix + item.name
+                if dataclasses.is_dataclass(value):
+                    walk(value, f"{prefix}{item.name}.")
+                elif isinstance(value, int | float) and not isinstance(value, bool):
+                    found.append((key, value))
+
+        walk(self, "")
+        return found
+
+    def _check_seeds(self) -> None:
         seeds = {"seed": (self.seed, 32), "data.seed": (self.data.seed, 63)}
         if self.compose is not None and self.compose.seed is not None:
             seeds["compose.seed"] = (self.compose.seed, 63)
@@ -200,152 +315,3 @@ class Recipe:
                 f"Run that stage first, or name a folder with --model."
             )
         return str(folder)
-
-
-def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Reads a recipe file and lays `overrides` over it.
-
-    Args:
-        path: the YAML file.
-        overrides: changes by dotted key, such as {"data.rows": 20}; nested dicts work alike, and values may be text that
-            YAML reads ("20"). One that names another start (`model`, `from_stage`, `compose`) replaces the recipe's.
-
-    Raises:
-        RecipeError: the file is missing or no YAML mapping, or a key or value does not fit (it is named, with the
-            nearest right one).
-    """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise RecipeError(f"There is no recipe {path}.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"The recipe {path} is not a text file (UTF-8). Name a YAML file.") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"The recipe {path} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise RecipeError(f"The recipe {path} must be a mapping of keys to values.")
-    content.setdefault("name", path.stem)
-    try:
-        return _build(Recipe, merge_overrides(content, overrides or {}), "")
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """Turns `--data.rows 20 --learning-rate=1e-4` into {"data.rows": "20", "learning_rate": "1e-4"} for `load_recipe`.
-
-    Raises:
-        RecipeError: an argument is no `--key`, or has no value.
-    """
-    overrides, rest = {}, list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not key:
-            raise RecipeError(f"Changes to a recipe are written '--key value', but got {argument!r}.")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise RecipeError(f"--{key} needs a value: '--{key} VALUE'.")
-            value = rest.pop(0)
-        overrides[key.replace("-", "_")] = value
-    return overrides
-
-
-def merge_overrides(content: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`content` with `overrides` (dotted keys or nested dicts) laid over it; neither is changed."""
-    merged = _copy(content)
-    changed_sources = {key.split(".")[0] for key in overrides} & set(_SOURCES)
-    if changed_sources:
-        for name in set(_SOURCES) - changed_sources:
-            merged.pop(name, None)
-    for dotted, value in overrides.items():
-        block = merged
-        *parents, last = dotted.split(".")
-        for depth, key in enumerate(parents):
-            if block.get(key) is None:
-                block[key] = {}
-            block = block[key]
-            if not isinstance(block, dict):
-                raise RecipeError(f"{dotted} cannot be set: {'.'.join(parents[: depth + 1])} is a single value.")
-        if isinstance(value, Mapping) and isinstance(block.get(last), dict):
-            block[last] = merge_overrides(block[last], value)
-        else:
-            block[last] = _copy(value)
-    return merged
-
-
-def _copy(value: Any) -> Any:
-    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
-
-
-def _build(cls: type, content: dict[str, Any], prefix: str) -> Any:
-    """A dataclass from a mapping, each key known and each value of its declared type."""
-    known = {item.name: item for item in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in content.items():
-        if key not in known:
-            raise RecipeError(_unknown_key(prefix, str(key), list(known)))
-        values[key] = _convert(value, hints[key], prefix + key)
-    needed = [
-        name
-        for name, item in known.items()
-        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-    ]
-    missing = [f"'{prefix}{name}'" for name in needed if name not in values]
-    if missing:
-        raise RecipeError(f"The key {' and '.join(missing)} is missing.")
-    return cls(**values)
-
-
-def _unknown_key(prefix: str, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
-    return f"Unknown key '{prefix}{key}'.{hint} Known keys here: {', '.join(known)}."
-
-
-def _convert(value: Any, hint: Any, key: str) -> Any:
-    """`value` as the declared type; text (from the command line) is read as YAML where the type is not text."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None or value == "null":
-            return None
-        hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
-        value = _read_text(value)
-        if not isinstance(value, dict):
-            raise RecipeError(f"'{key}' must be a block of keys, got {value!r}.")
-        if dataclasses.is_dataclass(hint):
-            return _build(hint, value, key + ".")
-        return {name: _read_text(inner) for name, inner in value.items()}
-    if typing.get_origin(hint) is Literal:
-        return _choose(value, typing.get_args(hint), key)
-    if hint is not str:
-        value = _read_text(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except OverflowError:
-            raise RecipeError(f"'{key}' must be a number, got one of {len(str(value))} digits.") from None
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        what = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
-        raise RecipeError(f"'{key}' must be {what}, got {value!r}.")
-    return value
-
-
-def _choose(value: Any, options: tuple, key: str) -> Any:
-    for option in options:
-        if str(value) == str(option):
-            return option
-    near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise RecipeError(f"'{key}' must be one of {', '.join(map(str, options))}, got {value!r}.{hint}")
-
-
-def _read_text(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value

@@ -26,7 +26,8 @@ from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, compl
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks import StageProgress, TrainLog
 from .parts import freeze, frozen_modules, training_table
-from .recipe import ARMS, Recipe, RecipeError, load_recipe
+from .recipe import ARMS, Recipe, RecipeError
+from .recipe_reading import load_recipe
 
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def refuse_values_not_finite(model: nn.Module, recipe: Recipe) -> None:
         if not torch.isfinite(parameter).all():
             raise NormalignError(
                 f"After the last step of {recipe.name} the weight {name} holds values that are not finite, so the model is "
-                f"of no use and was not saved. Lower learning_rate (it is {recipe.learning_rate:g}) or max_grad_norm (it is "
+                f"of no use and was not saved. Lower learning_rate (it is {recipe.learning_rate.all:g}) or max_grad_norm (it is "
                 f"{recipe.max_grad_norm:g}), and look at the last lines of {Path(recipe.output_dir) / LOG_NAME}."
             )
 
@@ -247,7 +248,7 @@ def load_data(recipe: Recipe) -> Dataset:
     from .digit_scenes import digit_scenes_dataset
 
     data = recipe.data
-    return digit_scenes_dataset(data.rows, seed=data.seed, split="train", stage=data.stage)
+    return digit_scenes_dataset(data.rows or 1000, seed=data.seed, split="train", stage=data.stage)
 
 
 def first_images(dataset: Dataset, count: int = 16) -> list[Any]:
@@ -322,24 +323,18 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
 
 def training_arguments(recipe: Recipe) -> SFTConfig:
     """The recipe in TRL's words."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    parts = processes * recipe.gradient_accumulation
-    if recipe.batch_size % parts:
-        raise NormalignError(
-            f"batch_size {recipe.batch_size} cannot be split evenly over {processes} processes and "
-            f"{recipe.gradient_accumulation} accumulation steps. Choose a multiple of {parts}."
-        )
+    per_device, accumulation = batch_of_a_process(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     gpu = torch.cuda.is_available()
     auto_bf16 = recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
     return SFTConfig(
         output_dir=recipe.output_dir,
-        per_device_train_batch_size=recipe.batch_size // parts,
-        gradient_accumulation_steps=recipe.gradient_accumulation,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
         num_train_epochs=recipe.epochs,
         max_steps=recipe.max_steps or -1,
         optim=recipe.optimizer,
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
+        learning_rate=recipe.learning_rate.all,
+        weight_decay=recipe.weight_decay.all,
         lr_scheduler_type=recipe.schedule,
         warmup_steps=recipe.warmup,
         max_grad_norm=recipe.max_grad_norm,
@@ -360,6 +355,32 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         save_total_limit=recipe.save_total_limit,
         report_to="none",
     )
+
+
+def batch_of_a_process(recipe: Recipe, processes: int) -> tuple[int, int]:
+    """Rows that one process takes at once, and accumulation steps, for the recipe's global batch.
+
+    Raises:
+        NormalignError: the batch cannot be split evenly.
+    """
+    if recipe.per_device_batch_size is not None:
+        at_once = processes * recipe.per_device_batch_size
+        accumulation, rest = divmod(recipe.batch_size, at_once)
+        if rest or recipe.gradient_accumulation not in (None, accumulation):
+            raise NormalignError(
+                f"batch_size {recipe.batch_size} is not {processes} processes times per_device_batch_size "
+                f"{recipe.per_device_batch_size} times "
+                f"{recipe.gradient_accumulation or 'a whole number of'} accumulation steps. Change one of them."
+            )
+        return recipe.per_device_batch_size, accumulation
+    accumulation = recipe.gradient_accumulation or 1
+    parts = processes * accumulation
+    if recipe.batch_size % parts:
+        raise NormalignError(
+            f"batch_size {recipe.batch_size} cannot be split evenly over {processes} processes and "
+            f"{accumulation} accumulation steps. Choose a multiple of {parts}."
+        )
+    return recipe.batch_size // parts, accumulation
 
 
 def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:

@@ -10,7 +10,8 @@ import yaml
 import normalign.configuration
 from normalign.train_trl import RecipeError, load_recipe, parse_overrides
 from normalign.train_trl.__main__ import main
-from normalign.train_trl.recipe import ARMS
+from normalign.train_trl.recipe import ARMS, PartFigures
+from normalign.train_trl.recipe_reading import recipe_as_yaml
 
 
 RECIPES = Path(normalign.configuration.__file__).parent / "recipes"
@@ -36,7 +37,7 @@ def recipe(tmp_path):
         ({"tune": {"visoin": "full"}}, "Did you mean 'tune.vision'?"),
         (
             {"tune": {"vision": "frozn"}},
-            "'tune.vision' must be one of frozen, full, got 'frozn'. Did you mean 'frozen'?",
+            "'tune.vision' must be one of frozen, full, lora, got 'frozn'. Did you mean 'frozen'?",
         ),
         ({"arm": "aligned_gcw"}, "Did you mean 'aligned_gwc'?"),
         ({"batch_size": "many"}, "'batch_size' must be a whole number, got 'many'"),
@@ -80,7 +81,7 @@ def test_a_key_or_value_that_does_not_fit_is_named(recipe, content, expected):
 
 def test_values_have_the_declared_types(recipe):
     loaded = recipe(learning_rate="1e-3", epochs=2, warmup=0, max_steps=None, data={"rows": 5, "stage": 2})
-    assert (loaded.learning_rate, loaded.data.rows, loaded.data.stage) == (1e-3, 5, 2)
+    assert (loaded.learning_rate.all, loaded.data.rows, loaded.data.stage) == (1e-3, 5, 2)
     assert isinstance(loaded.epochs, float) and isinstance(loaded.warmup, float)
     assert (loaded.name, loaded.max_steps, loaded.tune.vision) == ("alignment", None, "frozen")
 
@@ -97,7 +98,7 @@ def test_overrides_from_the_command_line_replace_values(recipe):
         "--tune.norm=frozen",
     ]
     loaded = recipe(parse_overrides(arguments), max_steps=3, data={"rows": 5, "seed": 4})
-    assert (loaded.data.rows, loaded.data.seed, loaded.learning_rate) == (7, 4, 2e-4)
+    assert (loaded.data.rows, loaded.data.seed, loaded.learning_rate.all) == (7, 4, 2e-4)
     assert (loaded.max_steps, loaded.name, loaded.tune.norm) == (None, "7", "frozen")
 
 
@@ -114,6 +115,66 @@ def test_an_overridden_start_replaces_the_recipes_own(recipe):
     assert recipe({"model": "c/d"}, **composed).compose is None
     assert recipe({"compose.vision": "other"}, **composed).compose.vision == "other"
     assert recipe({"compose.vision": "v", "compose.text": "t"}).model is None
+
+
+def test_a_figure_may_be_given_for_all_parts_and_for_single_ones(recipe):
+    loaded = recipe({"weight_decay.language": "0.1"}, learning_rate={"all": "2e-5", "vision": 2e-6})
+    assert [loaded.learning_rate.of(part) for part in ("vision", "projector", "language")] == [2e-6, 2e-5, 2e-5]
+    assert [loaded.weight_decay.of(part) for part in ("vision", "language")] == [0, 0.1]
+    assert recipe({"learning_rate": "1e-4"}, learning_rate={"all": 1, "vision": 2}).learning_rate.vision is None
+    with pytest.raises(RecipeError, match="learning_rate.vision must be at most 1,000,000"):
+        recipe(learning_rate={"all": 1, "vision": 1e9})
+    with pytest.raises(RecipeError, match="Unknown key 'learning_rate.visoin'. Did you mean 'learning_rate.vision'"):
+        recipe({"learning_rate.visoin": "1"})
+
+
+def test_a_mixture_is_a_list_of_data_sets(recipe):
+    parts = [{"name": "llava", "path": "a.json", "weight": 3}, {"rows": 7}]
+    loaded = recipe(data={"mixture": parts})
+    assert [(part.name, part.weight, part.rows) for part in loaded.data.sources()] == [
+        ("llava", 3.0, None),
+        ("digit_scenes", 1.0, 7),
+    ]
+    with pytest.raises(
+        RecipeError, match=r"Unknown key 'data.mixture\[1\].row'. Did you mean 'data.mixture\[1\].rows'"
+    ):
+        recipe(data={"mixture": [{}, {"row": 3}]})
+    with pytest.raises(RecipeError, match="'report_to' must be a list"):
+        recipe(report_to="wandb")
+
+
+def test_a_recipe_is_a_small_difference_from_its_parent(tmp_path):
+    (tmp_path / "family").mkdir()
+    (tmp_path / "base.yaml").write_text(
+        "{output_dir: a, model: b/c, name: base, tune: {norm: frozen}, learning_rate: 3.0e-4}"
+    )
+    child = tmp_path / "family" / "child.yaml"
+    child.write_text(
+        "{extends: ../base.yaml, tune: {language: full}, learning_rate: {vision: 1.0e-6}, compose: {vision: v, text: t}}"
+    )
+    loaded = load_recipe(child, {"seed": 5})
+    assert (loaded.name, loaded.output_dir, loaded.model, loaded.seed) == ("child", "a", None, 5)
+    assert (loaded.tune.norm, loaded.tune.language) == ("frozen", "full")
+    assert loaded.learning_rate == PartFigures(3e-4, vision=1e-6)
+
+
+def test_a_parent_that_is_missing_or_goes_in_a_circle_is_named(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("extends: second.yaml")
+    with pytest.raises(RecipeError, match="There is no recipe .*second.yaml that .*first.yaml extends"):
+        load_recipe(first)
+    second.write_text("extends: first.yaml")
+    with pytest.raises(RecipeError, match="in a circle: first.yaml -> second.yaml -> first.yaml"):
+        load_recipe(first)
+    first.write_text("extends: [second.yaml]")
+    with pytest.raises(RecipeError, match="'extends' must name a recipe file"):
+        load_recipe(first)
+
+
+def test_a_resolved_recipe_is_read_back_as_the_same(recipe, tmp_path):
+    loaded = recipe(learning_rate={"all": 1e-5, "norm": 1e-3}, data={"mixture": [{"rows": 3}]}, report_to=["trackio"])
+    (tmp_path / "resolved.yaml").write_text(recipe_as_yaml(loaded))
+    assert load_recipe(tmp_path / "resolved.yaml") == loaded
 
 
 @pytest.mark.parametrize("arguments", [["rows", "3"], ["--rows"], ["--rows", "--seed", "3"], ["--"]])
