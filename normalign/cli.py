@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -346,15 +347,22 @@ def inspect(
 def train(
     ctx: typer.Context,
     recipe: Annotated[
-        Path,
-        typer.Argument(parser=_file_to_read, metavar="RECIPE.yaml", show_default=False, help="What to do."),
+        str,
+        typer.Argument(
+            metavar="RECIPE", show_default=False, help="A YAML file, or the name of one that comes with us."
+        ),
     ],
+    show: Annotated[bool, typer.Option("--show", help="Print the resolved recipe; train nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
-    from .train_trl import RecipeError, parse_overrides, train
+    from .train_trl import RecipeError, load_recipe, parse_overrides, recipe_as_yaml, train
 
     try:
+        if show:
+            loaded = load_recipe(recipe, parse_overrides(ctx.args))
+            _print_json(asdict(loaded)) if as_json else typer.echo(recipe_as_yaml(loaded), nl=False)
+            return
         with _only_json(as_json):
             folder = train(recipe, parse_overrides(ctx.args))
     except RecipeError as error:

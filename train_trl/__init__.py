@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .recipe import Recipe, RecipeError
-from .recipe_reading import load_recipe, parse_overrides
+from .recipe_reading import load_recipe, parse_overrides, recipe_as_yaml
 
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "parse_overrides", "train"]
+__all__ = ["Recipe", "RecipeError", "load_recipe", "parse_overrides", "recipe_as_yaml", "train"]
 
 
 def train(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:

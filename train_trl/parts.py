@@ -59,6 +59,45 @@ def freeze(model: nn.Module, tune: TuneSettings) -> None:
         )
 
 
+def split_groups(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    learning_rate: PartFigures,
+    weight_decay: PartFigures,
+    decayed: set[str],
+) -> None:
+    """Splits the parameter groups of a new optimizer, in place, so that each part has its own figures.
+
+    Args:
+        optimizer: one that has taken no step.
+        model: whose parameters it holds.
+        learning_rate, weight_decay: by part.
+        decayed: names of the parameters that weight decay may touch.
+
+    Raises:
+        NormalignError: the optimizer has no learning rate of its own for each group.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        if "lr" not in group or any(id(parameter) not in names for parameter in group["params"]):
+            raise NormalignError(
+                f"The optimizer {type(optimizer).__name__} does not take figures for single parts. Give one learning_rate "
+                f"and one weight_decay for all, or use adamw_torch or sgd."
+            )
+        for part in PARTS:
+            for decays in (True, False):
+                parameters = [
+                    parameter
+                    for parameter in group["params"]
+                    if part_of(names[id(parameter)]) == part and (names[id(parameter)] in decayed) == decays
+                ]
+                if parameters:
+                    rate, decay = learning_rate.of(part), weight_decay.of(part) if decays else 0.0
+                    groups.append({**group, "params": parameters, "lr": rate, "weight_decay": decay})
+    optimizer.param_groups[:] = groups
+
+
 def frozen_modules(model: nn.Module) -> list[nn.Module]:
     """The largest modules of which no parameter is trained; they stay in eval mode while the others train."""
     found: list[nn.Module] = []
@@ -75,7 +114,7 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def training_table(model: nn.Module, learning_rate: PartFigures, title: str) -> Table:
+def training_table(model: nn.Module, learning_rate: PartFigures, title: str, attention: dict[str, str]) -> Table:
     """What is trained and what is frozen, with counts, and the state of the norm: T, gain (mean |g|) and mu."""
     from rich.table import Table
 
@@ -88,6 +127,7 @@ def training_table(model: nn.Module, learning_rate: PartFigures, title: str) -> 
             f"gain {norm.weight.detach().abs().mean().item():.4g}, "
             f"GWC {f'on, mu {norm.mu.item():.4g}' if norm.gwc else 'off'}"
         )
+    caption += f"; attention: {', '.join(f'{part} {name}' for part, name in attention.items())}"
     table = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left", min_width=len(caption) + 1
     )

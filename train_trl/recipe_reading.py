@@ -13,8 +13,11 @@ from typing import Any, Literal
 
 import yaml
 
+from .. import configuration
 from .recipe import _SOURCES, PartFigures, Recipe, RecipeError
 
+
+RECIPES = Path(configuration.__file__).parent / "recipes"
 
 # keys whose value is a number for all parts or a block, with the number that holds where the block has no `all`
 _BY_PART = {
@@ -26,7 +29,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """Reads a recipe file and lays `overrides` over it.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or the name of a recipe that comes with the package, such as demo/stage1.
         overrides: changes by dotted key, such as {"data.rows": 20}; nested dicts work alike, and values may be text that
             YAML reads ("20"). One that names another start (`model`, `from_stage`, `compose`) replaces the recipe's.
 
@@ -34,13 +37,35 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         RecipeError: the file is missing or no YAML mapping, or a key or value does not fit (it is named, with the
             nearest right one).
     """
-    path = Path(path).expanduser()
+    path = find_recipe(path)
     content = _with_parents(path, ())
     content.setdefault("name", path.stem)
     try:
         return _build(Recipe, merge_overrides(content, overrides or {}), "")
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The recipe file of that path, or else the one of that name that comes with the package.
+
+    Raises:
+        RecipeError: there is neither; lists the names.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        return path
+    names = shipped_recipes()
+    if str(path.with_suffix("")) in names:
+        return names[str(path.with_suffix(""))]
+    near = difflib.get_close_matches(str(path.with_suffix("")), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise RecipeError(f"There is no recipe {path}.{hint} Name a YAML file, or one of: {', '.join(names)}.")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name (demo/stage1)."""
+    return {file.relative_to(RECIPES).with_suffix("").as_posix(): file for file in sorted(RECIPES.rglob("*.yaml"))}
 
 
 def recipe_as_yaml(recipe: Recipe) -> str:

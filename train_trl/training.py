@@ -24,9 +24,10 @@ from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .attention import set_attention
 from .callbacks import StageProgress, TrainLog
-from .parts import freeze, frozen_modules, training_table
-from .recipe import ARMS, Recipe, RecipeError
+from .parts import freeze, frozen_modules, split_groups, training_table
+from .recipe import ARMS, PartFigures, Recipe, RecipeError
 from .recipe_reading import load_recipe
 
 
@@ -79,11 +80,12 @@ def run(recipe: Recipe) -> Path:
     check_processor(processor)
     check_supervision(dataset, processor)
     freeze(model, recipe.tune)
+    attention = set_attention(model, recipe.attn_implementation, half_precision=uses_bfloat16(recipe))
     trainer = build_trainer(model, processor, dataset, recipe)
     # an earlier run stays until the new one is ready to start
     clear_output(recipe)
     if trainer.is_world_process_zero():
-        _print_table(model, recipe)
+        _print_table(model, recipe, attention)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
     try:
         trainer.train()
@@ -287,6 +289,8 @@ class AlignedSFTTrainer(SFTTrainer):
     """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
 
     _frozen: list[nn.Module] | None = None
+    figures_by_part: tuple[PartFigures, PartFigures] | None = None
+    """Learning rates and weight decays, where they are not the same for all parts."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
@@ -300,6 +304,15 @@ class AlignedSFTTrainer(SFTTrainer):
             # a batch without images teaches nothing where the language model is frozen: its gradient is zero
             loss = loss + sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
         return loss
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """The trainer's optimizer, its parameter groups split by part where the recipe has figures for single parts."""
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if new and self.figures_by_part:
+            model = self.model if model is None else model
+            split_groups(optimizer, model, *self.figures_by_part, decayed=set(self.get_decay_parameter_names(model)))
+        return optimizer
 
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
@@ -315,6 +328,9 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
     trainer = AlignedSFTTrainer(
         model=model, args=training_arguments(recipe), train_dataset=dataset, processing_class=processor
     )
+    figures = (recipe.learning_rate, recipe.weight_decay)
+    if any(len(figure.given()) > 1 for figure in figures):
+        trainer.figures_by_part = figures
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.add_callback(TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name))
@@ -325,7 +341,6 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
     """The recipe in TRL's words."""
     per_device, accumulation = batch_of_a_process(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     gpu = torch.cuda.is_available()
-    auto_bf16 = recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
     return SFTConfig(
         output_dir=recipe.output_dir,
         per_device_train_batch_size=per_device,
@@ -339,9 +354,9 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         warmup_steps=recipe.warmup,
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
-        bf16=auto_bf16 or recipe.precision == "bfloat16",
+        bf16=uses_bfloat16(recipe),
         use_cpu=not gpu,
-        **{_CHECKPOINTING: False},
+        **{_CHECKPOINTING: recipe.gradient_checkpointing},
         assistant_only_loss=True,
         max_length=None,
         packing=False,
@@ -353,8 +368,15 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         save_strategy="no" if recipe.save_steps is None else "steps",
         save_steps=recipe.save_steps or 500,
         save_total_limit=recipe.save_total_limit,
-        report_to="none",
+        report_to=recipe.report_to or "none",
     )
+
+
+def uses_bfloat16(recipe: Recipe) -> bool:
+    """Whether the run computes in bfloat16."""
+    if recipe.precision == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return recipe.precision == "bfloat16"
 
 
 def batch_of_a_process(recipe: Recipe, processes: int) -> tuple[int, int]:
@@ -391,8 +413,8 @@ def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
     return Path(output_dir)
 
 
-def _print_table(model: nn.Module, recipe: Recipe) -> None:
+def _print_table(model: nn.Module, recipe: Recipe, attention: dict[str, str]) -> None:
     from rich.console import Console
 
     start = recipe.start_folder() or f"{recipe.compose.vision} + {recipe.compose.text}"
-    Console().print(training_table(model, recipe.learning_rate, f"{recipe.name}: {start}"))
+    Console().print(training_table(model, recipe.learning_rate, f"{recipe.name}: {start}", attention))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -72,7 +73,6 @@ def test_version():
         ["export", "model"],
         ["compose", "--vision", "a", "--text", "b", "--out", "c", "--norm", "batchnorm"],
         ["compose", "--vision", "a", "--text", "b", "--out", "c", "--gain-init", "large"],
-        ["train", "no_such_recipe.yaml"],
         ["chat", "model", "--image", "no_such_image.png"],
         ["chat", "model", "--json"],
         ["inspect", "model", "--images", __file__, "no_such_image.png"],
@@ -440,7 +440,23 @@ def test_train_hands_on_further_options_as_overrides(monkeypatch, recipe):
     monkeypatch.setattr("normalign.train_trl.train", lambda *args: calls.append(args) or Path("run"))
     result = run("train", recipe, "--learning-rate", "1e-4", "--data.seed=3", "--shift", "-1", "--json")
     assert json.loads(result.stdout) == {"out": "run"}
-    assert calls == [(recipe, {"learning_rate": "1e-4", "data.seed": "3", "shift": "-1"})]
+    assert calls == [(str(recipe), {"learning_rate": "1e-4", "data.seed": "3", "shift": "-1"})]
+
+
+def test_train_shows_the_resolved_recipe_and_trains_nothing(monkeypatch):
+    monkeypatch.setattr("normalign.train_trl.train", failing(AssertionError("must not run")))
+    result = run("train", "llava15_qwen25_7b/stage1", "--show", "--arm", "none")
+    assert result.exit_code == 0
+    shown = yaml.safe_load(result.stdout)
+    assert (shown["compose"]["text"], shown["arm"]) == ("qwen2.5-7b-instruct", "none")
+    assert json.loads(run("train", "demo/stage1", "--show", "--json").stdout)["batch_size"] == 32
+
+
+def test_a_recipe_that_is_not_there_is_wrong_usage_with_the_names_of_those_that_are():
+    result = run("train", "demo/stage3.yaml")
+    assert result.exit_code == 2
+    assert "There is no recipe demo/stage3.yaml. Did you mean demo/stage" in result.stderr
+    assert "llava15_llama32_3b/stage1" in result.stderr
 
 
 @pytest.mark.parametrize("extra", [["--learning_rate"], ["--a", "--b", "1"], ["stray"]])

@@ -11,7 +11,7 @@ import normalign.configuration
 from normalign.train_trl import RecipeError, load_recipe, parse_overrides
 from normalign.train_trl.__main__ import main
 from normalign.train_trl.recipe import ARMS, PartFigures
-from normalign.train_trl.recipe_reading import recipe_as_yaml
+from normalign.train_trl.recipe_reading import recipe_as_yaml, shipped_recipes
 
 
 RECIPES = Path(normalign.configuration.__file__).parent / "recipes"
@@ -239,3 +239,30 @@ def test_home_is_meant_by_a_tilde(recipe, tmp_path, monkeypatch):
 def test_importing_the_room_does_not_load_torch():
     code = "import sys, normalign.train_trl; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_recipe_that_comes_with_the_package_can_be_read_in_every_arm():
+    for name, file in shipped_recipes().items():
+        for arm in ARMS:
+            assert load_recipe(file, {"arm": arm}) == load_recipe(name, {"arm": arm})
+
+
+@pytest.mark.parametrize(
+    ("model", "text"), [("llama32_3b", "llama-3.2-3b-instruct"), ("qwen25_7b", "qwen2.5-7b-instruct")]
+)
+def test_the_full_recipes_have_the_figures_of_the_paper(model, text):
+    """Source: arXiv 2512.08374, section 5, with the two stages of LLaVA-1.5."""
+    first, second = (load_recipe(f"llava15_{model}/stage{stage}") for stage in (1, 2))
+    assert (first.compose.vision, first.compose.text) == ("siglip-so400m-384", text)
+    assert (first.learning_rate.all, first.batch_size, first.epochs) == (1e-3, 256, 1)
+    assert (second.learning_rate.all, second.batch_size, second.epochs) == (2e-5, 128, 1)
+    for recipe in (first, second):
+        assert (recipe.schedule, recipe.warmup, recipe.weight_decay.all, recipe.precision) == (
+            "cosine",
+            0.03,
+            0,
+            "bfloat16",
+        )
+    trained = [[part for part, how in vars(recipe.tune).items() if how == "full"] for recipe in (first, second)]
+    assert trained == [["projector", "norm"], ["projector", "norm", "language"]]
+    assert second.from_stage == "stage1" and Path(first.output_dir).parent == Path(second.output_dir).parent

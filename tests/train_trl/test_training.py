@@ -177,14 +177,15 @@ def test_the_table_names_parts_counts_and_the_state_of_the_norm(composed):
     from rich.console import Console
 
     recipe, model, _ = composed()
-    console = Console(width=100)
+    console = Console(width=140)
     with console.capture() as capture:
-        console.print(training_table(model, recipe.learning_rate, "stage1"))
+        console.print(training_table(model, recipe.learning_rate, "stage1", {"vision": "sdpa", "language": "eager"}))
     lines = [line.replace("│", "").split() for line in capture.get().splitlines()]
     norm, T = model.get_aligned_norm(), model.config.aligned_norm["target_norm"]
     assert ["norm", "trained", "64", "0.001"] in lines
     assert ["language", "frozen", f"{sum(p.numel() for p in model.model.language_model.parameters()):,}", "-"] in lines
     assert f"T {T:.4g}, gain {T / math.sqrt(32):.4g}, GWC on, mu {norm.mu.item():.4g}" in capture.get()
+    assert "attention: vision sdpa, language eager" in capture.get()
 
 
 # --- the log
@@ -556,3 +557,39 @@ print(json.dumps({"class": type(model).__module__, "missing": sorted(info["missi
     with torch.no_grad():
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
         assert model(torch.tensor(answer["ids"])).logits.double().sum().item() == answer["logits"]
+
+
+# --- figures by part
+
+
+def test_each_part_has_its_own_learning_rate_and_the_norm_is_never_decayed(composed, runs):
+    """FAULTS R27, R86."""
+    recipe, model, processor = composed(
+        {"tune.vision": "full", "tune.language": "full"},
+        optimizer="sgd",
+        learning_rate={"all": 1e-2, "vision": 0.0, "language": 1e-3},
+        weight_decay={"all": 0.1, "language": 0.5},
+    )
+    freeze(model, recipe.tune)
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    trainer.create_optimizer()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        (part_of(names[id(p)]), group["lr"], group["weight_decay"])
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    }
+    assert found == {
+        ("vision", 0.0, 0.1),
+        ("vision", 0.0, 0.0),
+        ("projector", 1e-2, 0.1),
+        ("projector", 1e-2, 0.0),
+        ("norm", 1e-2, 0.0),
+        ("language", 1e-3, 0.5),
+        ("language", 1e-3, 0.0),
+    }
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(names)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer.train()
+    moved = {part_of(name) for name, parameter in model.named_parameters() if not parameter.equal(before[name])}
+    assert moved == {"projector", "norm", "language"}
