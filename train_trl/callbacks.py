@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,26 @@ class TrainLog(TrainerCallback):
     divided by the factor, which follows from the trainer's total norm. `update/PART` is |dW|/|W| of that one optimizer
     step, over all weights of a small tensor and at most about a million of a large one. Frozen parts have 0. Without a
     picture in the step, the norms of visual tokens are null; without a norm, `aligned_norm/*` is. Between logged steps
-    nothing is measured and no hook is on the model.
+    nothing is measured and no hook is on the model. `clip_factor_without_gwc` is what the clipping factor of the same
+    gradients would have been: what stands before the norm would have mu times its gradient.
+
+    It has to be the first callback: the others (TensorBoard, Weights & Biases, trackio) see what it adds to the logs.
+
+    Args:
+        path: of the JSON lines.
+        model: one of ours.
+        stage: its name.
+        rates: gives further figures when a step is logged, such as tokens a second.
     """
 
-    def __init__(self, path: str | Path, model: nn.Module, stage: str):
-        self.path, self.stage = Path(path), stage
+    def __init__(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        stage: str,
+        rates: Callable[[], dict[str, float]] = dict,
+    ):
+        self.path, self.stage, self._rates = Path(path), stage, rates
         self._model, self._aligned_norm = model, model.get_aligned_norm()
         self._probe = InterfaceProbe(model)
         self._trained = {
@@ -131,6 +147,8 @@ class TrainLog(TrainerCallback):
         self._clipped: dict[str, float] = {}
         self._before: dict[str, list[torch.Tensor]] = {}
         self._warned_of_gwc = False
+        self._mu: float | None = None
+        self._gwc_steps: list[tuple[float, float, float]] = []
 
     def close(self) -> None:
         """Takes the hooks off, also where training was broken off."""
@@ -154,6 +172,8 @@ class TrainLog(TrainerCallback):
         """Reads the gradients and keeps the weights."""
         if self._record is None:
             return
+        if self._aligned_norm is not None and self._aligned_norm.gwc:
+            self._mu = self._aligned_norm.mu.item()
         for part, parameters in self._trained.items():
             self._clipped[part] = total_norm([p.grad for p in parameters if p.grad is not None])
             self._before[part] = [_sample(parameter) for parameter in parameters]
@@ -182,6 +202,10 @@ class TrainLog(TrainerCallback):
         clip_factor = 1.0
         if args.max_grad_norm > 0:
             clip_factor = min(1.0, args.max_grad_norm / (logs["grad_norm"] + 1e-6))
+        gradients = {part: self._clipped[part] / clip_factor for part in PARTS}
+        without = None if self._mu is None else self._clip_factor_without_gwc(gradients, args.max_grad_norm)
+        if without is not None and self._record["aligned_norm/gwc_fired"]:
+            self._gwc_steps.append((self._mu, clip_factor, without))
         record = {
             "stage": self.stage,
             "step": state.global_step,
@@ -191,10 +215,13 @@ class TrainLog(TrainerCallback):
             "mean_token_accuracy": logs.get("mean_token_accuracy"),
             **self._record,
             "grad_norm": logs["grad_norm"],
-            **{f"grad_norm/{part}": self._clipped[part] / clip_factor for part in PARTS},
+            **{f"grad_norm/{part}": norm for part, norm in gradients.items()},
             "clip_factor": clip_factor,
+            "clip_factor_without_gwc": without,
+            **self._rates(),
         }
         self._record = None
+        logs.update({key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"})
         if state.is_world_process_zero:
             line = json.dumps({key: _or_null(value) for key, value in record.items()}, allow_nan=False)
             with self.path.open("a", encoding="utf-8") as file:
@@ -204,6 +231,17 @@ class TrainLog(TrainerCallback):
                 f"The loss became {record['loss']} at or before step {record['step']} of {self.stage}. Lower the "
                 f"learning rate, or look at the last lines of {self.path}."
             )
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Says through what GWC has acted, where it was on and something before the norm was trained."""
+        if state.is_world_process_zero and self._gwc_steps:
+            logger.warning(gwc_effect(self._gwc_steps, args.optim))
+
+    def _clip_factor_without_gwc(self, gradients: dict[str, float], max_grad_norm: float) -> float:
+        if max_grad_norm <= 0:
+            return 1.0
+        shrunk = [norm * (self._mu if part in ("vision", "projector") else 1) for part, norm in gradients.items()]
+        return min(1.0, max_grad_norm / (math.hypot(*shrunk) + 1e-6))
 
     @staticmethod
     def _is_logged(step: int, args, state) -> bool:
@@ -236,6 +274,27 @@ class TrainLog(TrainerCallback):
                 "GWC is on and parts before the norm are trained, but it did not act in the backward pass of a step with "
                 "images: the projector gets the plain gradient. Is the norm compiled, or called without its module?"
             )
+
+
+def gwc_effect(steps: list[tuple[float, float, float]], optimizer: str) -> str:
+    """One sentence or two on what GWC did in a run, by its logged steps.
+
+    Args:
+        steps: of each logged step mu, the clipping factor, and the one that the same gradients without GWC would have had.
+        optimizer: transformers' name of it.
+    """
+    mu, with_gwc, without = (sum(values) / len(steps) for values in zip(*steps))
+    clipping = f"the mean clipping factor was {with_gwc:.3g} with it and would have been {without:.3g} without"
+    said = f"GWC multiplied the gradient of what stands before the norm by {1 / mu:.3g}. "
+    if "sgd" in optimizer:
+        return (
+            said
+            + f"{optimizer} takes that in full: the steps of projector and encoder grew as much, less clipping ({clipping})."
+        )
+    said += f"{optimizer} hardly notices a constant factor; "
+    if without - with_gwc < 0.01:
+        return said + f"nor did clipping ({clipping}), so GWC hardly acted in this run."
+    return said + f"it acted through clipping: {clipping}, for all parts alike."
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,11 @@ from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, compl
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .attention import set_attention
 from .callbacks import StageProgress, TrainLog
+from .not_finite import refuse_loss_not_finite
 from .parts import freeze, frozen_modules, split_groups, training_table
 from .recipe import ARMS, PartFigures, Recipe, RecipeError
 from .recipe_reading import load_recipe
+from .throughput import Throughput
 
 
 if TYPE_CHECKING:
@@ -113,6 +116,9 @@ def check_settings(recipe: Recipe) -> None:
         raise RecipeError(
             f"The optimizer {recipe.optimizer!r} needs the extra 'quant': pip install 'normalign[quant]'."
         )
+    for package in recipe.report_to:
+        if find_spec(package) is None:
+            raise RecipeError(f"report_to names {package}, which is not installed: pip install {package}")
     if recipe.compose is not None:
         try:
             complete_aligned_norm(recipe.compose.aligned_norm)
@@ -170,7 +176,8 @@ def _is_first_process() -> bool:
 
 def _is_of_a_run(path: Path) -> bool:
     if path.is_dir():
-        return re.fullmatch(r"checkpoint-\d+", path.name) is not None
+        # `runs` is TensorBoard's
+        return re.fullmatch(r"checkpoint-\d+|runs", path.name) is not None
     return path.name in _CODE or any(path.match(pattern) for pattern in _WRITTEN)
 
 
@@ -291,6 +298,7 @@ class AlignedSFTTrainer(SFTTrainer):
     _frozen: list[nn.Module] | None = None
     figures_by_part: tuple[PartFigures, PartFigures] | None = None
     """Learning rates and weight decays, where they are not the same for all parts."""
+    throughput: Throughput | None = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
@@ -299,7 +307,11 @@ class AlignedSFTTrainer(SFTTrainer):
                 self._frozen = frozen_modules(self.model)
             for module in self._frozen:
                 module.eval()
+        if self.model.training and self.throughput is not None:
+            self.throughput.add(inputs)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model.training and not return_outputs and not torch.isfinite(loss):
+            refuse_loss_not_finite(self.model, inputs, loss, self.state.global_step + 1, [])
         if self.model.training and not return_outputs and not loss.requires_grad:
             # a batch without images teaches nothing where the language model is frozen: its gradient is zero
             loss = loss + sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
@@ -333,7 +345,10 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
         trainer.figures_by_part = figures
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
-    trainer.add_callback(TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name))
+    trainer.throughput = Throughput(model.config.image_token_id, model.config.image_seq_length)
+    rates = partial(trainer.throughput.figures, partial(trainer.accelerator.reduce, reduction="sum"))
+    log = TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name, rates)
+    trainer.callback_handler.callbacks.insert(0, log)
     return trainer
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from normalign.configuration.errors import NormalignError
 from normalign.train_trl import RecipeError, load_recipe, train
-from normalign.train_trl.callbacks import InterfaceProbe
+from normalign.train_trl.callbacks import InterfaceProbe, gwc_effect
 from normalign.train_trl.digit_scenes import digit_scenes_dataset
 from normalign.train_trl.parts import PARTS, freeze, part_of, training_table
 from normalign.train_trl.training import (
@@ -306,9 +306,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(composed):
     with torch.no_grad():
         model.model.multi_modal_projector.linear_1.weight.fill_(float("nan"))
     trainer = build_trainer(model, processor, load_data(recipe), recipe)
-    with pytest.raises(NormalignError, match="The loss became nan at or before step 1 of stage1"):
+    with pytest.raises(
+        NormalignError, match="The loss became nan in step 1, because the weight .*linear_1.weight is not"
+    ):
         trainer.train()
-    assert log_of(recipe.output_dir)[0]["loss"] is None
+    assert trainer.state.global_step == 0
 
 
 # --- where it is written
@@ -593,3 +595,45 @@ def test_each_part_has_its_own_learning_rate_and_the_norm_is_never_decayed(compo
     trainer.train()
     moved = {part_of(name) for name, parameter in model.named_parameters() if not parameter.equal(before[name])}
     assert moved == {"projector", "norm", "language"}
+
+
+# --- what GWC did, and where figures go
+
+
+def test_the_log_says_what_clipping_would_have_been_without_gwc(recipe_file, tmp_path):
+    logs = {}
+    for arm in ("aligned", "aligned_gwc"):
+        changes = {"arm": arm, "tune": {"vision": "full", "language": "full"}, "max_steps": 1, "max_grad_norm": 0.3}
+        folder = train(recipe_file(1, tmp_path, output_dir=str(tmp_path / arm), **changes))
+        logs[arm] = log_of(folder)[0]
+    plain, gwc = logs["aligned"], logs["aligned_gwc"]
+    assert plain["clip_factor_without_gwc"] is None
+    assert gwc["clip_factor_without_gwc"] == pytest.approx(plain["clip_factor"], rel=1e-4)
+    assert gwc["clip_factor"] < 0.9 * plain["clip_factor"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "expected"),
+    [
+        ("sgd", [(0.1, 0.5, 0.9)], "by 10. sgd takes that in full"),
+        ("adamw_torch", [(0.02, 0.1, 0.5), (0.02, 0.3, 0.7)], "0.2 with it and would have been 0.6 without"),
+        ("adamw_torch", [(0.02, 1.0, 1.0)], "so GWC hardly acted in this run"),
+    ],
+)
+def test_a_line_says_through_what_gwc_acted(optimizer, steps, expected):
+    assert expected in gwc_effect(steps, optimizer)
+
+
+def test_figures_go_to_tensorboard_too(recipe_file, tmp_path, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = train(recipe_file(1, tmp_path, report_to=["tensorboard"]))
+    [events] = folder.rglob("events.out.*")
+    accumulator = EventAccumulator(str(events.parent))
+    accumulator.Reload()
+    tags = set(accumulator.Tags()["scalars"])
+    assert {"train/norm/ratio", "train/update/projector", "train/images_per_second", "train/loss"} <= tags
+    record = log_of(folder)[-1]
+    assert accumulator.Scalars("train/norm/ratio")[-1].value == pytest.approx(record["norm/ratio"])
+    assert record["images_per_second"] > 0 and 0 <= record["padding_share"] < 1
+    assert "GWC multiplied the gradient" in caplog.text
