@@ -65,12 +65,43 @@ def inspection_smollm2(result: dict) -> str:
     return "\n".join([*lines, "", f"T is {none['text_embedding_norm']:.2f}, so the gain starts at {gain:.3f}."])
 
 
+def recipe_costs(result: dict) -> str:
+    """Memory of one GPU by what it is for, and the hours of an epoch, worked out."""
+    lines = [
+        "| recipe | GPUs | weights | gradients | AdamW | bf16 copies | activations | in all | rows at once, at most | hours |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        memory = row["memory_gb"]
+        names = ("weights_float32", "gradients", "adamw", "bfloat16_copies", "activations")
+        total = f"{memory['total']:.0f} GB" if row["fits"] else f"**{memory['total']:.0f} GB: does not fit**"
+        gpus = str(row["gpus"]) if row["gpus"] == 1 else f"{row['gpus']}, {row['how']}"
+        cells = [row["recipe"], gpus, *(f"{memory[name]:.1f}" for name in names), total]
+        lines.append("| " + " | ".join([*cells, str(row["most_rows_at_once"]), f"{row['hours']:.1f}"]) + " |")
+    assumed = result["assumed"]
+    counts = {row["recipe"].split("/")[0]: row["parameters"] for row in result["rows"]}
+    kept = {row["recipe"].split("/")[0]: row["kept_bytes_per_token_and_layer"] for row in result["rows"]}
+    lines += ["", "Parameters (vision, projector, language; in millions) and bytes kept per token and layer:"]
+    for name, parts in counts.items():
+        millions = ", ".join(f"{parts[part] / 1e6:,.1f}" for part in ("vision", "projector", "language"))
+        lines.append(f"- {name}: {millions}; {kept[name] / 1e3:.1f} kB")
+    rows, text = assumed["rows"], assumed["text_tokens_per_row"]
+    lines += [
+        "",
+        f"Assumed: {rows['stage1']:,} rows of {text['stage1']} text tokens in stage 1, {rows['stage2']:,} rows of "
+        f"{text['stage2']} in stage 2; {assumed['share_of_gpu_flops']:.0%} of a\nGPU's {assumed['gpu_flops'] / 1e12:.0f} "
+        f"TFLOP/s; {assumed['reserve_gb']} GB for buffers and fragments.",
+    ]
+    return "\n".join(lines)
+
+
 TEXTS = {
     "aligned_norm_speed": speed,
     "demo": demo,
     "inspection_smollm2": inspection_smollm2,
     "inspection_speed": speed,
     "norm_gap": norm_gap,
+    "recipe_costs": recipe_costs,
 }
 
 
