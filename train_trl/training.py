@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import ProcessorMixin, set_seed
+from transformers import ProcessorMixin, TrainerCallback, set_seed
 from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
@@ -60,8 +60,12 @@ def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = 
     return run(recipe)
 
 
-def run(recipe: Recipe) -> Path:
+def run(recipe: Recipe, callbacks: Callable[[nn.Module, ProcessorMixin], list[TrainerCallback]] | None = None) -> Path:
     """Trains what the recipe says.
+
+    Args:
+        recipe: what to do.
+        callbacks: makes further callbacks for the trainer, from the model as it starts and its processor.
 
     Returns:
         `recipe.output_dir`, by then a complete model folder with code, processor and train_log.jsonl.
@@ -85,6 +89,8 @@ def run(recipe: Recipe) -> Path:
     freeze(model, recipe.tune)
     attention = set_attention(model, recipe.attn_implementation, half_precision=uses_bfloat16(recipe))
     trainer = build_trainer(model, processor, dataset, recipe)
+    for callback in callbacks(model, processor) if callbacks else ():
+        trainer.add_callback(callback)
     # an earlier run stays until the new one is ready to start
     clear_output(recipe)
     if trainer.is_world_process_zero():
