@@ -291,6 +291,7 @@ def example_picture() -> Image.Image:
 
 CSS = """
 .gradio-container {max-width: 1240px !important; margin: 0 auto}
+#chat .message img {max-height: 150px; width: auto}
 #norms, #norms > * {padding: 0}
 #title h1 {margin: 0; font-weight: 600}
 #title p {margin: 0; opacity: .75}
@@ -344,7 +345,7 @@ def build(model, processor) -> gr.Blocks:
         try:
             inputs, room = model_inputs(model, processor, asked)
         except Refused as refused:
-            gr.Warning(html.escape(str(refused)), title="Not sent")
+            gr.Warning(html.escape(str(refused)))
             yield {box: gr.skip()}
             return
         yield {box: None, chat: shown(asked)}
