@@ -120,7 +120,7 @@ def answers(address):
 
 
 @pytest.fixture(scope="module")
-def browser(address):
+def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = shutil.which("chromium")
     if program is None:
@@ -299,8 +299,8 @@ def app(space):
     return module
 
 
-def norms_by_the_app(app, model, processor, image_path):
-    content = [{"type": "image", "path": image_path}, {"type": "text", "text": "w10 w11"}]
+def norms_by_the_app(app, model, processor, *image_paths):
+    content = [{"type": "image", "path": path} for path in image_paths] + [{"type": "text", "text": "w10 w11"}]
     inputs, room = app.model_inputs(model, processor, [{"role": "user", "content": content}])
     with app.recorded_norms(model) as found:
         list(app.answer_in_pieces(model, processor, inputs, 2))
@@ -318,6 +318,33 @@ def test_a_model_without_a_norm_shows_the_projector_alone(app, make_model, proce
     assert "no aligned norm" not in app.page_without_norms(
         model
     ) and "after the aligned" not in app.page_without_norms(model)
+
+
+@needs_gradio
+def test_of_several_images_the_last_is_shown(app, model, processor, questions, scene):
+    first, last = questions[0][0], str(scene[0])
+    both, _ = norms_by_the_app(app, model, processor, first, last)
+    alone, _ = norms_by_the_app(app, model, processor, last)
+    assert both.before == pytest.approx(alone.before, rel=1e-5)
+    assert both.before != pytest.approx(norms_by_the_app(app, model, processor, first)[0].before, rel=1e-2)
+    assert "of the last image" in app.norms_page(both, images=2, answers=1)
+
+
+@needs_gradio
+def test_the_app_loads_the_repository_at_its_commit(app, monkeypatch):
+    asked = []
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(source, **options):
+            asked.append((source, options["revision"], options["trust_remote_code"]))
+            return torch.nn.Identity()
+
+    monkeypatch.setattr(app, "SETTINGS", {"repo_id": "owner/name", "revision": COMMIT})
+    monkeypatch.setattr(app, "AutoProcessor", Loader)
+    monkeypatch.setattr(app, "AutoModelForImageTextToText", Loader)
+    app.load_model()
+    assert asked == [("owner/name", COMMIT, True)] * 2
 
 
 @needs_gradio
