@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +62,7 @@ def check_target(
     sources: Sequence[str | os.PathLike] = (),
     overwrite: bool = False,
     earlier: Callable[[Path], bool] = lambda folder: False,
+    own_folders: Collection[str] = (),
 ) -> Path:
     """The folder `out` with `~` resolved, if it may be written: to be asked before the long work, and again after it.
 
@@ -69,6 +70,7 @@ def check_target(
         sources: what is read (folders, Hub ids or presets): neither they nor a folder above them is replaced.
         overwrite: a folder that holds files, but no folders, may be replaced.
         earlier: says of a folder with files that it may be replaced without being told so.
+        own_folders: names of folders in it that may be replaced with it.
 
     Raises:
         NormalignError: names what is in the way.
@@ -81,7 +83,8 @@ def check_target(
     if not folder.exists():
         return folder
     entries = list(folder.iterdir())
-    inner = sorted(entry.name for entry in entries if entry.is_dir() and entry.name not in _FOLDERS_OF_THE_HUB)
+    replaced = {*_FOLDERS_OF_THE_HUB, *own_folders}
+    inner = sorted(entry.name for entry in entries if entry.is_dir() and entry.name not in replaced)
     if inner:
         raise NormalignError(
             f"{folder} holds the folder{'s' if len(inner) > 1 else ''} {', '.join(inner[:3])}, and a folder with folders in "

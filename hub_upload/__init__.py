@@ -5,6 +5,7 @@ from .clean_process import check_export, load_in_clean_process
 from .export import export
 from .model_card import model_card
 from .push import PushResult, push
+from .space import export_space
 from .verify import Verification, print_verification, verify
 
 
@@ -15,6 +16,7 @@ __all__ = [
     "check_card",
     "check_export",
     "export",
+    "export_space",
     "load_in_clean_process",
     "model_card",
     "print_verification",

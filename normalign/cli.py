@@ -415,9 +415,30 @@ def export(
         Path | None,
         typer.Option(parser=_file_to_read, metavar="FILE", help="A results.json whose scores the card shows."),
     ] = None,
+    space: Annotated[
+        bool, typer.Option("--space", help="Write a Gradio app, for a Space, of a model that was exported before.")
+    ] = False,
+    repo_id: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="With --space: the repository from which the app loads the model."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="COMMIT", help="With --space: its revision.  [dim]default: the newest[/]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a self-contained folder for the Hub: weights, code, processor and card."""
+    if space:
+        if license or base_model or results:
+            raise typer.BadParameter("A Space takes no license, base models or results.", param_hint="'--space'")
+        from .hub_upload import export_space
+
+        with _only_json(as_json):
+            folder = export_space(model, out, repo_id=repo_id, revision=revision, overwrite=overwrite)
+        _report({"out": str(folder)}, as_json)
+        return
+    if repo_id or revision:
+        raise typer.BadParameter("Only --space takes it.", param_hint="'--repo-id'" if repo_id else "'--revision'")
     scores = None if results is None else _read_json(results)
     from .hub_upload import export
 
