@@ -85,7 +85,7 @@ def ablate(
     Raises:
         NormalignError: an arm, recipe or setting does not fit, or `out` holds something else.
     """
-    overrides = {key: value for key, value in (overrides or {}).items()}
+    overrides = dict(overrides or {})
     ablation = Ablation([str(file) for file in stages_of(recipe, overrides)], list(arms), seeds, overrides, **settings)
     _check(ablation)
     out = _open_folder(Path(out).expanduser(), ablation)
