@@ -24,7 +24,7 @@ from normalign.train_trl.training import LOG_NAME, run
 
 RESULT = Path(__file__).parent / "results" / "evidence" / "smollm2.json"
 ARMS = ("none", "default", "aligned", "aligned_gwc")
-BATCH = 16
+BATCH = 8
 KEPT = ("step", "loss", "norm/visual_in", "norm/visual_out", "norm/text", "norm/ratio", "clip_factor")
 KEPT += ("aligned_norm/gain_abs_mean", "aligned_norm/gain_l2", "grad_norm/projector", "update/projector")
 
