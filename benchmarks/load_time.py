@@ -1,6 +1,6 @@
 """Time to load an export by its own code against transformers' LLaVA with the same weights.
 
-    python benchmarks/load_time.py [--runs 15] [--sizes mini,large] [--out benchmarks/results/load_time.json]
+    python benchmarks/load_time.py [--runs 11] [--sizes mini,large] [--out benchmarks/results/load_time.json]
 
 Each load is a new process without normalign; the three ways take turns, so that the ratios hold on a noisy machine:
 transformers' LlavaForConditionalGeneration, the export with an empty cache of modules (a user's first load), and the export
@@ -120,7 +120,8 @@ def measure(size: str, runs: int) -> list[dict]:
         print(
             f"{row['case']:<32} {row['seconds_median'] * 1e3:8.0f} ms {row['ratio']:.3f}x   processor "
             f"{row['cpu_seconds_median'] * 1e3:8.0f} ms {row['cpu_ratio']:.3f}x   whole process "
-            f"{row['process_seconds_median']:6.2f} s {row['process_ratio']:.3f}x   {row['parameters'] / 1e6:.1f} million"
+            f"{row['process_seconds_median']:6.2f} s {row['process_ratio']:.3f}x   {row['parameters'] / 1e6:.1f} million",
+            flush=True,
         )
     return rows
 
@@ -128,7 +129,7 @@ def measure(size: str, runs: int) -> list[dict]:
 def main() -> None:
     """Measures every size and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--sizes", default="mini,large")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "load_time.json")
     args = parser.parse_args()
