@@ -88,6 +88,19 @@ class NormAlignLlavaConfig(LlavaConfig):
             value = complete_aligned_norm(value, self.__dict__.get("aligned_norm"))
         super().__setattr__(key, value)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """As in transformers, which calls it on loading with trust; `pipeline` and `transformers serve` then know the model.
+
+        Both look the model up in tables of names, where `register` of the auto classes enters nothing.
+        """
+        super().register_for_auto_class(auto_class)
+        from transformers.models.auto import modeling_auto
+
+        for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):  # 4.57 has no table of the second
+            names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {})
+            names[cls.model_type] = "NormAlignLlavaForConditionalGeneration"
+
     def save_pretrained(self, *args, **kwargs):
         """As in transformers; a block that was changed in place to something invalid is refused."""
         complete_aligned_norm(self.aligned_norm)

@@ -1,10 +1,11 @@
 """LLaVA with an aligned norm at the end of its projector."""
 
+import copy
 import math
 
 import torch
 from torch import nn
-from transformers import AutoModel, GenerationMixin, PreTrainedModel, __version__
+from transformers import AutoModel, BitsAndBytesConfig, GenerationMixin, PreTrainedModel, __version__
 from transformers.models.llava.modeling_llava import (
     LlavaForConditionalGeneration,
     LlavaModel,
@@ -18,6 +19,25 @@ from .configuration_normalign_llava import NormAlignLlavaConfig, complete_aligne
 
 
 logger = logging.get_logger(__name__)
+
+# with and without the prefix: transformers 5 compares from a name's start on, and the base model has none
+_LEFT_WHOLE = [
+    "lm_head",
+    "vision_tower",
+    "model.vision_tower",
+    "multi_modal_projector",
+    "model.multi_modal_projector",
+]
+
+
+def _with_parts_left_whole(quantization):
+    """The quantization settings, in which bitsandbytes' say what to leave whole where the user's do not."""
+    if isinstance(quantization, dict) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        quantization = BitsAndBytesConfig(**quantization)
+    if getattr(quantization, "llm_int8_skip_modules", ()) is None:
+        quantization = copy.copy(quantization)
+        quantization.llm_int8_skip_modules = list(_LEFT_WHOLE)
+    return quantization
 
 
 class NormAlignLlavaMultiModalProjector(LlavaMultiModalProjector):
@@ -140,8 +160,11 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """As in transformers; a weight that the folder lacks or that the model has no place for is an error.
 
-        The one exception is a gain that is missing: it is set from T, and said so.
+        The one exception is a gain that is missing: it is set from T, and said so. bitsandbytes quantizes the language
+        model's layers alone, unless `llm_int8_skip_modules` of its config says what to leave whole.
         """
+        if kwargs.get("quantization_config") is not None:
+            kwargs["quantization_config"] = _with_parts_left_whole(kwargs["quantization_config"])
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
@@ -150,6 +173,20 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
             # transformers 5 builds the parameters anew on loading
             norm.requires_grad_(model.config.aligned_norm["trainable"])
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in transformers; 4-bit weights that were used on a CPU are refused.
+
+        bitsandbytes lays them out anew for some CPUs in the first forward pass and does not bring all of them back.
+        """
+        states = (getattr(parameter, "quant_state", None) for parameter in self.parameters())
+        if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+            raise ValueError(
+                "bitsandbytes has laid out this model's 4-bit weights for this CPU since they were loaded, and would save "
+                "other values than it computes with. Load the model again and save it before it is used, or save the "
+                "model that is not quantized."
+            )
+        return super().save_pretrained(*args, **kwargs)
 
     def _check_loaded_keys(self, info: dict, source) -> None:
         missing, unexpected = set(info["missing_keys"]), sorted(info["unexpected_keys"])

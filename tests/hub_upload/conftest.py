@@ -121,6 +121,15 @@ def exported(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def mini_export(composed, tmp_path_factory):
+    """The export of the mini backbones, whose widths are whole blocks of 64 and whose answers are words."""
+    work = tmp_path_factory.mktemp("mini")
+    for part in composed:
+        part.save_pretrained(work / "source")
+    return export(work / "source", work / "export")
+
+
+@pytest.fixture(scope="session")
 def questions(tmp_path_factory):
     """Paths of pictures (the second question has none) and prompts."""
     picture = tmp_path_factory.mktemp("pictures") / "picture.png"

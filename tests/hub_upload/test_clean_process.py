@@ -1,5 +1,6 @@
 """A stranger's process, without normalign and without network, loads what we export and gets the same numbers."""
 
+import copy
 import inspect
 import re
 import shutil
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import ask_model, check_export, load_in_clean_process
@@ -52,7 +54,7 @@ RESULT["remote_modules_run_without_the_flag"] = [n for n in sys.modules if n.sta
 config = transformers.AutoConfig.from_pretrained(FOLDER, trust_remote_code=True)
 processor = transformers.AutoProcessor.from_pretrained(FOLDER, trust_remote_code=True)
 RESULT["config"] = (type(config).__name__, type(config).__module__, config.aligned_norm)
-RESULT["processor"] = type(processor).__name__
+RESULT["processor"] = [base.__name__ for base in type(processor).__mro__]
 
 arrays = {{}}
 RESULT["models"] = {{}}
@@ -150,6 +152,7 @@ pytestmark = pytest.mark.both_generations
 
 
 def test_every_auto_class_gives_the_logits_of_the_model_in_memory(loaded, expected):
+    """R21: by the auto classes of this generation, under the names that it has."""
     answers, logits = expected
     for name, found in loaded["result"]["models"].items():
         assert found["problems"] == {}
@@ -176,22 +179,27 @@ def test_auto_model_gives_the_hidden_states_of_the_model_in_memory(loaded, model
 
 
 def test_config_and_processor_load(loaded, model):
+    """R67: the processor is a ProcessorMixin that AutoProcessor finds, as servers and trainers ask for."""
     name, module, settings = loaded["result"]["config"]
     assert name == "NormAlignLlavaConfig" and module.startswith("transformers_modules.")
     assert settings == model.config.aligned_norm
-    assert loaded["result"]["processor"] == "LlavaProcessor"
+    first, *bases = loaded["result"]["processor"]
+    assert first == "LlavaProcessor" and "ProcessorMixin" in bases
 
 
 def test_the_model_has_generate_of_its_own(loaded):
+    """R40: also on the newest transformers, as the class itself mixes it in."""
     for name, found in loaded["result"]["models"].items():
         assert found["mixes_in_generation"] == (name != "AutoModel")
 
 
-def test_pipeline_answers_as_the_model_in_memory(loaded, expected):
+def test_pipeline_answers_as_the_model_in_memory_and_knows_its_class(loaded, expected):
     assert loaded["result"]["pipeline_answers"] == expected[0]
+    assert "is not supported for image-text-to-text" not in loaded["stderr"] + loaded["stdout"]
 
 
 def test_without_the_flag_loading_is_refused_at_once_and_runs_no_code(loaded):
+    """R65: with closed standard input, and no part of it asks a question."""
     refusals = loaded["result"]["refusals"]
     for name in ("AutoConfig", "AutoModelForImageTextToText", "pipeline"):
         message, seconds = refusals[name]
@@ -202,6 +210,7 @@ def test_without_the_flag_loading_is_refused_at_once_and_runs_no_code(loaded):
 
 
 def test_nothing_reaches_for_the_network_or_for_an_optional_package(loaded):
+    """R80, R87: nothing is downloaded, and neither normalign nor an optional package is there."""
     assert loaded["network_attempts"] == []
     assert {"normalign", "trl", "peft", "deepspeed", "flash_attn", "torchvision", "bitsandbytes"} <= set(
         loaded["blocked"]
@@ -209,6 +218,7 @@ def test_nothing_reaches_for_the_network_or_for_an_optional_package(loaded):
 
 
 def test_a_pinned_commit_of_the_hub_loads_and_gives_the_same_logits(loaded, expected):
+    """R83: the code that runs is that of the commit."""
     assert COMMIT in loaded["result"]["hub_module"]
     assert np.array_equal(loaded["arrays"]["hub"], expected[1])
 
@@ -218,13 +228,16 @@ def test_the_example_of_the_card_runs_as_written(loaded):
 
 
 def test_a_model_that_is_saved_again_loads_alone(loaded, model, processor, questions, expected, tmp_path):
+    """R14, R83: from the installed class, a folder, a commit of the Hub and a merged adapter, always with all code of its own."""
     saved = tmp_path / "saved"
     shutil.copytree(loaded["saved"], saved)
-    model.save_pretrained(saved / "from_local_class")
-    processor.save_pretrained(saved / "from_local_class")
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=r".*language_model.*q_proj"))
+    for name, source in {"from_local_class": model, "from_merged_adapter": adapted.merge_and_unload()}.items():
+        source.save_pretrained(saved / name)
+        processor.save_pretrained(saved / name)
     arguments = {"image_paths": questions[0], "prompts": questions[1], "arrays": str(tmp_path / "arrays.npz")}
     report = load_in_clean_process(saved, LOAD_SAVED_AGAIN, arguments)
-    assert set(report["result"]) == {"from_local_class", "from_folder", "from_hub"}
+    assert set(report["result"]) == {"from_local_class", "from_merged_adapter", "from_folder", "from_hub"}
     logits = np.load(tmp_path / "arrays.npz")
     for name, found in report["result"].items():
         assert not any("--" in reference for reference in found["auto_map"].values()), name
