@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import huggingface_hub.utils._http
 import pytest
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from normalign import push
@@ -21,11 +20,9 @@ from normalign.cli import app
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import push as push_module_function
 
-from .stub_hub import Blob, Drop, StubHub
+from .stub_hub import READER, REPO, WRITER, Blob, Drop, StubHub, arrived, contents
 
 
-WRITER, READER = "hf_" + "w" * 34, "hf_" + "r" * 34
-REPO = "someone/tiny-aligned"
 push_home = sys.modules[push_module_function.__module__]
 
 
@@ -52,26 +49,6 @@ def hub(monkeypatch):
         forget_connections()
 
 
-@pytest.fixture(scope="module")
-def sharded(exported, tmp_path_factory):
-    """The export with its weights in four files, as a large model has them."""
-    folder = tmp_path_factory.mktemp("sharded") / "export"
-    shutil.copytree(exported, folder)
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(weights)
-    weight_map = {}
-    for i in range(4):
-        file = f"model-{i + 1:05}-of-00004.safetensors"
-        part = {name: weights[name].clone() for name in names[i::4]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    size = sum(tensor.nbytes for tensor in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
 @pytest.fixture
 def folder(sharded, tmp_path):
     """A copy of the sharded export that a test may change."""
@@ -88,17 +65,6 @@ def refusal(folder, **options):
     message = str(caught.value)
     assert "\n" not in message and WRITER not in message
     return message
-
-
-def contents(folder):
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
-
-
-def arrived(hub, repo_id=REPO):
-    files = {name: blob.content for name, blob in hub.repos[repo_id].files.items()}
-    files.pop(".gitattributes")
-    return files
 
 
 def key_of(name, content):
