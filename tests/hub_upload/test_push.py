@@ -219,6 +219,72 @@ def test_a_connection_that_breaks_once_is_mended_within_the_same_push(hub, folde
     assert arrived(hub) == contents(folder) and set(hub.times_whole.values()) == {1}
 
 
+def test_a_folder_that_was_written_anew_between_two_runs_arrives_as_it_is_now(hub, folder, exported, writes_of_a_push):
+    hub.cut(at=writes_of_a_push[len(writes_of_a_push) // 2], how="after")
+    refusal(folder)
+    hub.revive()
+    assert any(name.startswith("model-00001") for name in hub.repos[REPO].files)
+    shutil.rmtree(folder)
+    shutil.copytree(exported, folder)
+    assert "model-00001-of-00004.safetensors" in send(folder).deleted
+    assert arrived(hub) == contents(exported)
+
+
+# --- the other way in, xet
+
+
+@pytest.fixture
+def xet_hub(hub, monkeypatch, tmp_path):
+    """The Hub as the real one is today: the client uploads large files with hf_xet, which has its own HTTP client."""
+    pytest.importorskip("hf_xet", reason="uploads by xet need hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setenv("HF_XET_XORB_COMPRESSION_POLICY", "none")
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "0")
+    return hub
+
+
+@pytest.mark.both_generations
+def test_a_push_by_xet_goes_on_where_one_by_lfs_was_cut(xet_hub, folder, monkeypatch):
+    """R64: what is there is told by SHA-256 and the SHA-1 of git, whichever way it came."""
+    hub = xet_hub
+    with monkeypatch.context() as lfs:
+        lfs.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        hub.fail("/commit/", 403, after=2)
+        refusal(folder)
+    hub.faults.clear()
+    result = send(folder)
+    assert arrived(hub) == contents(folder)
+    assert result.skipped == ["model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"]
+    # the third had come by LFS, without its commit; the client that does not ask sends it again
+    assert 1 <= len(hub.xorbs) <= 2 and hub.times_whole.keys() >= hub.xorbs.keys()
+    assert send(folder).sent == []
+
+
+@pytest.mark.both_generations
+@pytest.mark.parametrize(
+    ("pattern", "status", "expected"),
+    [
+        ("xet-write-token", 401, "does not accept the access token"),
+        ("xet-write-token", 403, "no right to write to someone/tiny-aligned"),
+        ("/v1/xorbs", 413, "has no room"),
+        ("/v1/shards", 400, "refuses the push"),
+    ],
+)
+def test_each_refusal_of_xet_is_one_paragraph_too(xet_hub, folder, pattern, status, expected):
+    xet_hub.fail(pattern, status)
+    message = refusal(folder)
+    assert expected in message and str(status) in message and "Nothing is lost" in message
+    xet_hub.faults.clear()
+    send(folder)
+    assert arrived(xet_hub) == contents(folder)
+
+
+def test_an_answer_that_xet_cannot_read_is_one_paragraph(xet_hub, folder):
+    xet_hub.fail("/v2/shards", 200, {"odd": 1})
+    message = refusal(folder)
+    assert "broke" in message and "Nothing is lost" in message
+
+
 # --- what the Hub refuses
 
 
@@ -247,6 +313,9 @@ def test_a_server_error_that_passes_is_waited_for(hub, folder, caplog):
         ("whoami", 401, {"error": f"bad {WRITER}"}, "does not accept the access token"),
         ("objects/batch", 403, {"error": "Private repository storage limit reached"}, "has no room"),
         ("objects/batch", 507, None, "has no room"),
+        ("PUT /lfs", 413, None, "has no room"),
+        ("whoami", 401, {"error": "User Access Token is expired"}, "expired"),
+        ("repos/create", 404, {"error": "This organization does not exist"}, "no repository or owner"),
         ("/commit/", 429, None, "limits the rate"),
         ("/commit/", 500, None, "trouble of its own"),
         ("PUT /lfs", 502, None, "trouble of its own"),
