@@ -347,6 +347,7 @@ def test_a_commit_by_someone_else_in_the_middle_is_not_overwritten(hub, folder):
 
 
 def test_a_card_that_the_hub_rejects_stops_before_anything_is_sent(hub, folder):
+    """R62"""
     hub.rejected_card = '"datasets[0]" must be a string'
     message = refusal(folder)
     assert "datasets[0]" in message and "README.md" in message
@@ -472,6 +473,60 @@ def test_the_command_lists_a_dry_run(hub, folder):
     assert done.exit_code == 0 and hub.repos == {}
     assert "Nothing was sent" in done.stdout
     assert all(name in done.stdout for name in contents(folder))
+
+
+def refused_command(*words):
+    """The words of a command that ends with status 1 or 2, on standard error alone."""
+    done = CliRunner().invoke(app, ["push", *map(str, words), "--no-load-check"])
+    assert done.exit_code in (1, 2) and done.stdout == "" and "Traceback" not in done.stderr
+    assert WRITER not in done.stderr
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_the_command_says_each_refusal_once_and_ends_with_status_1_or_2(hub, folder, monkeypatch):
+    """R62, R64: as a user meets them, one after the other; the last push then sends what is missing."""
+    assert "is no name of a Hub repository" in refused_command(folder, "someone/a b")
+    assert "is no name of a Hub repository" in refused_command(folder, "https://huggingface.co/someone/tiny")
+    assert "There is no folder" in refused_command(folder / "no", REPO)
+    monkeypatch.setenv("HF_TOKEN", READER)
+    assert "may only read" in refused_command(folder, REPO)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "e" * 34)
+    assert "does not accept the access token" in refused_command(folder, REPO)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    assert "right to write to others/tiny" in refused_command(folder, "others/tiny")
+    hub.rejected_card = '"license" must be one of [apache-2.0, ...]'
+    assert '"license" must be one of' in refused_command(folder, REPO)
+    assert hub.repos == {} and not hub.bytes_received
+    hub.rejected_card = None
+    hub.fail("/commit/", 429, after=2, Retry_After=3600)
+    assert "Run it again in 3600 seconds" in refused_command(folder, REPO)
+    hub.faults.clear()
+    hub.fail("PUT /lfs", 500)
+    assert "trouble of its own (status 500" in refused_command(folder, REPO)
+    hub.faults.clear()
+    assert "exists and is public" in refused_command(folder, REPO, "--private")
+    done = CliRunner().invoke(app, ["push", str(folder), REPO, "--revision", "v1", "--no-load-check"])
+    assert done.exit_code == 0 and arrived(hub) == contents(folder)
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
+    assert "has a tag or branch v1" in refused_command(folder, REPO, "--revision", "v1")
+    assert hub.repos[REPO].tags == {"v1": hub.repos[REPO].head}
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_three_times_and_named(hub, folder, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = refused_command(folder, REPO)
+    assert "http://127.0.0.1:9 broke or could not be made" in message and "Nothing is lost" in message
+    assert hub.slept == [2, 10]
+
+
+def test_a_long_rate_limit_is_said_instead_of_waited_for(hub, folder, caplog):
+    """Waits of up to five minutes are made, and each is announced; a longer one is the user's to make."""
+    hub.fail("/commit/", 429, times=1, Retry_After=290)
+    send(folder)
+    assert hub.slept == [291] and "answered 429; trying again in 291 seconds" in caplog.text
+    hub.revive(), hub.repos.clear(), hub.slept.clear()
+    hub.fail("/commit/", 429, Retry_After=301)
+    assert "Run it again in 301 seconds" in refusal(folder) and hub.slept == []
 
 
 # --- from the Hub again
