@@ -27,7 +27,7 @@ class HubFailure(Exception):
     @classmethod
     def of(cls, error: Exception, token: str | None) -> "HubFailure | None":
         """The failure behind an exception of huggingface_hub, or None for one that is not the Hub's."""
-        chain = _chain(error)
+        chain = chain_of(error)
         said = without_secrets(" ".join(_said(chain).split()), token)[:500]
         if any(isinstance(link, OfflineModeIsEnabled) for link in chain):
             return cls(None, said, offline=True)
@@ -121,7 +121,7 @@ def without_secrets(text: str, token: str | None) -> str:
     return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1?...", text)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def chain_of(error: BaseException) -> list[BaseException]:
     """The error and what caused it, nearest first."""
     chain: list[BaseException] = []
     link: BaseException | None = error

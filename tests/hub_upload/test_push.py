@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import huggingface_hub.utils._http
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load, save
 from typer.testing import CliRunner
 
 from normalign import push
@@ -36,6 +38,8 @@ def forget_connections():
 def hub(monkeypatch):
     with StubHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         # xet's client speaks to a storage service of its own, which the stub is not; LFS is the other way in
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -530,6 +534,52 @@ def test_a_long_rate_limit_is_said_instead_of_waited_for(hub, folder, caplog):
 
 
 # --- from the Hub again
+
+
+def verified(*words):
+    done = CliRunner().invoke(app, ["verify", *words])
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.mark.both_generations
+def test_verify_says_why_a_repository_cannot_be_had(hub, folder, monkeypatch):
+    send(folder, private=True)
+    status, said = verified("someone/none")
+    assert status == 1 and "the Hub has no model of that name or does not show it to you" in said
+    status, said = verified(REPO, "--revision", "v9")
+    assert status == 1 and f"{REPO} has no branch, tag or commit 'v9'" in said
+    hub.fail("GET", 403, {"error": "Ask"}, X_Error_Code="GatedRepo", X_Error_Message="Access is restricted")
+    status, said = verified("someone/gated")
+    assert status == 1 and f"Ask for access at {hub.url}/someone/gated" in said
+    monkeypatch.setenv("HF_TOKEN", READER)
+    hub.faults.clear()
+    status, said = verified("someone/tiny-aligned", "--revision", "main")
+    assert status == 1 and "does not show it to you" in said
+
+
+def test_verify_shows_what_someone_has_changed_in_a_repository(hub, folder):
+    pinned = send(folder, revision="v1.0").commit
+    repo = hub.repos[REPO]
+    code = repo.files["modeling_normalign_llava.py"].content.decode()
+    changed = code.replace("import torch\n", "import torch\nimport this\n", 1)
+    shard = "model-00001-of-00004.safetensors"
+    tensors = load(repo.files[shard].content)
+    name = sorted(tensors)[0]
+    tensors[name] = torch.ones(7)
+    content = {
+        "modeling_normalign_llava.py": Blob(changed.encode(), False),
+        shard: Blob(save(tensors, metadata={"format": "pt"}), True),
+        "pytorch_model.bin": Blob(b"\x80\x02x", True),
+    }
+    repo.commit({**repo.files, **content}, "not by us")
+    status, said = verified(REPO)
+    assert status == 1 and "verdict fails" in said and f"load with revision='{repo.head}'" in said
+    assert "+import this" in said and "modeling_normalign_llava.py differs yes" in said
+    assert "pickles, which run code when they are loaded: pytorch_model.bin" in said
+    assert f"{name} is (7,), not (" in said
+    assert "GET /someone/tiny-aligned/resolve/" + repo.head + "/pytorch_model.bin" not in hub.requests
+    status, said = verified(REPO, "--revision", pinned)
+    assert status == 0 and "verdict passes" in said and "can move" not in said
 
 
 LOAD = """
