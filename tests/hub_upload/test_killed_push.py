@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -47,7 +48,7 @@ class Pushes:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
         environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none"}
-        self.home, self.log, self.pid = home, log, None
+        self.home, self.log, self.pid, self.started = home, log, None, threading.Event()
         command = [sys.executable, "-c", FORKS_PUSHES]
         pipe = subprocess.PIPE
         with log.open("w") as errors:
@@ -58,10 +59,17 @@ class Pushes:
     def run(self, folder, transfer):
         """Runs one to its end and gives its exit status, negative for a signal."""
         words = [transfer, "push", str(folder), REPO, "--revision", "v1.0", "--no-load-check"]
+        self.started.clear()
         self.process.stdin.write("\t".join(words) + "\n")
         self.process.stdin.flush()
         self.pid = int(self.process.stdout.readline())
+        self.started.set()
         return int(self.process.stdout.readline())
+
+    def kill(self):
+        """Kills the one that runs, which may have sent a request before its number was read here."""
+        assert self.started.wait(timeout=30)
+        os.killpg(self.pid, signal.SIGKILL)
 
     def said(self):
         return self.log.read_text()[-3000:]
@@ -134,7 +142,7 @@ def killed_and_finished(hub, pushes, folder, transfer, points):
         if left and len(tape.steps) >= left[0]:
             left.pop(0)
             cut.note(hub, request, state)
-            os.killpg(pushes.pid, signal.SIGKILL)
+            pushes.kill()
             raise Drop
 
     tape.at_step = kill
