@@ -2,12 +2,15 @@
 
 import json
 import re
+import traceback
 
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 
 _PASSING = {408, 429, 500, 502, 503, 504}
 _KEPT = "Nothing is lost: what has arrived stays there, and the same command goes on from it."
+# hf_xet, which uploads by another protocol than LFS, gives the status in words alone
+_XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
 _QUOTA = re.compile(r"quota|storage (?:limit|is full|exceed)|exceed\w* .{0,40}storage|insufficient storage", re.I)
 
 
@@ -24,7 +27,7 @@ class HubFailure(Exception):
     @classmethod
     def of(cls, error: Exception, token: str | None) -> "HubFailure | None":
         """The failure behind an exception of huggingface_hub, or None for one that is not the Hub's."""
-        chain = _chain(error)
+        chain = chain_of(error)
         said = without_secrets(" ".join(_said(chain).split()), token)[:500]
         if any(isinstance(link, OfflineModeIsEnabled) for link in chain):
             return cls(None, said, offline=True)
@@ -33,9 +36,11 @@ class HubFailure(Exception):
             status = getattr(response, "status_code", None)
             if status is not None:
                 return cls(status, said, retry_after=_retry_after(response.headers))
+        if found := _XET_STATUS.search(said):
+            return cls(int(found[1]), said)
         if any(isinstance(link, json.JSONDecodeError) for link in chain):
             return cls(502, "the answer was not JSON")
-        if any(_is_of_connection(link) for link in chain):
+        if any(_is_of_connection(link) or _is_of_xet(link) for link in chain):
             return cls(None, said)
         if "LFS batch API returned errors" in said or "Invalid metadata in README.md" in said:
             return cls(400, said)
@@ -79,8 +84,8 @@ def explained_failure(failure: HubFailure, repo_id: str, endpoint: str) -> str:
         )
     if status == 404:
         return (
-            f"The Hub has no repository {repo_id}, or does not show it to this token (status 404: {said}). {_KEPT} "
-            f"Check the name, and that it was not renamed or deleted meanwhile."
+            f"The Hub has no repository or owner {repo_id}, or does not show it to this token (status 404: {said}). "
+            f"{_KEPT} Check both names, and that the repository was not renamed or deleted meanwhile."
         )
     if status in (409, 412):
         return (
@@ -105,7 +110,7 @@ def explained_failure(failure: HubFailure, repo_id: str, endpoint: str) -> str:
             f"The Hub refuses the push to {repo_id} (status {status}: {said}). {_KEPT} If the reason is not clear, try "
             f"a later version of huggingface_hub."
         )
-    return f"The connection to {endpoint} broke ({said}). {_KEPT} Check the network and run it again."
+    return f"The connection to {endpoint} broke or could not be made ({said}). {_KEPT} Check the network and run it again."
 
 
 def without_secrets(text: str, token: str | None) -> str:
@@ -116,7 +121,7 @@ def without_secrets(text: str, token: str | None) -> str:
     return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1?...", text)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def chain_of(error: BaseException) -> list[BaseException]:
     """The error and what caused it, nearest first."""
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -141,6 +146,14 @@ def _is_of_connection(error: BaseException) -> bool:
     """An error of a socket or of the HTTP client, which is requests, httpx or httpx2 by huggingface_hub's version."""
     home = type(error).__module__.partition(".")[0]
     return isinstance(error, ConnectionError | TimeoutError) or home in ("requests", "urllib3", "httpx", "httpx2")
+
+
+def _is_of_xet(error: BaseException) -> bool:
+    """Whether hf_xet raised it: most of its errors are Python's own RuntimeError, so where it rose is looked at."""
+    if type(error).__module__.partition(".")[0] == "hf_xet":
+        return True
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, RuntimeError) and "_upload_xet_files" in functions
 
 
 def _retry_after(headers) -> float | None:

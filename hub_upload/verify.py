@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +37,7 @@ from ..assembly.loading import explained, quiet_transformers, read_config
 from ..configuration.errors import NormalignError
 from .card_check import Problem, check_card
 from .export import MODEL_CLASSES, code_files
+from .hub_errors import chain_of
 
 
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib"}
@@ -175,11 +181,7 @@ def _fetched(repo: str, revision: str | None) -> tuple[Path, list[str] | None, l
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_FETCHED))
     except (OSError, ValueError, HFValidationError) as error:
-        at = f" at revision '{revision}'" if revision else ""
-        raise NormalignError(
-            f"{repo}{at} is neither a local folder nor a model that can be had from the Hub now: "
-            f"{str(error).splitlines()[0]} Check the name, the revision, the network and your access to it."
-        ) from error
+        raise NormalignError(_why_not_fetched(repo, revision, error)) from error
     notes = []
     if not _FULL_HASH.fullmatch(revision or ""):
         asked = f"'{revision}'" if revision else "the main branch"
@@ -189,6 +191,30 @@ def _fetched(repo: str, revision: str | None) -> tuple[Path, list[str] | None, l
     except Exception:  # offline, or the client's own errors, which have no common class across its versions
         notes.append("the Hub could not be asked for the names of all files: only the copy in the cache was looked at")
         return folder, None, notes
+
+
+def _why_not_fetched(repo: str, revision: str | None, error: BaseException) -> str:
+    causes, endpoint = chain_of(error), HfApi().endpoint
+    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+        return (
+            f"The Hub's {repo} has no branch, tag or commit '{revision}'. See {endpoint}/{repo}/commits/main for what it "
+            f"has."
+        )
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return (
+            f"{repo} is shown only to those whom its owner lets in. Ask for access at {endpoint}/{repo}, log in with "
+            f"`hf auth login`, and run the same again."
+        )
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return (
+            f"{repo} is no local folder, and the Hub has no model of that name or does not show it to you. Check the "
+            f"name; for a private one log in with `hf auth login` or set HF_TOKEN."
+        )
+    at = f" at revision '{revision}'" if revision else ""
+    return (
+        f"{repo}{at} is neither a local folder nor a model that can be had from the Hub now: "
+        f"{str(error).splitlines()[0]} Check the name, the revision, the network and your access to it."
+    )
 
 
 def _model_type(folder: Path, name: str) -> str:

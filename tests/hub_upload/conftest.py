@@ -1,11 +1,13 @@
 """A checkpoint as a trainer leaves it, its export, and what the model in memory says to two questions."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlavaProcessor, PreTrainedTokenizerFast, SiglipImageProcessor
 
@@ -127,6 +129,26 @@ def mini_export(composed, tmp_path_factory):
     for part in composed:
         part.save_pretrained(work / "source")
     return export(work / "source", work / "export")
+
+
+@pytest.fixture(scope="session")
+def sharded(exported, tmp_path_factory):
+    """The export with its weights in four files, as a large model has them."""
+    folder = tmp_path_factory.mktemp("sharded") / "export"
+    shutil.copytree(exported, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    weight_map = {}
+    for i in range(4):
+        file = f"model-{i + 1:05}-of-00004.safetensors"
+        part = {name: weights[name].clone() for name in names[i::4]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A Hub on loopback: speaks what HfApi and from_pretrained use, keeps what it receives, and fails when it is told to.
 
 Paths and answers follow huggingface_hub's client; contents are stored once, by SHA-256 for large files (LFS, basic and
-multipart) and in the commit for small ones. Not a Hub otherwise: one branch, no history but whole trees, no users' pages.
+multipart, or xet with chunks that are not compressed) and in the commit for small ones. Not a Hub otherwise: one branch, no history but whole trees, no users' pages.
 """
 
 import base64
@@ -11,10 +11,34 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
+
+
+WRITER, READER = "hf_" + "w" * 34, "hf_" + "r" * 34
+REPO = "someone/tiny-aligned"
+
+
+def contents(folder):
+    """Every file of a folder, by its path in it."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def arrived(hub, repo_id=REPO):
+    """The same of a repository, but for the file that the Hub itself puts there."""
+    files = {name: blob.content for name, blob in hub.repos[repo_id].files.items()}
+    files.pop(".gitattributes")
+    return files
+
+
+def key_of_upload(route):
+    """Under which name the content of an upload is counted, or None for what is no upload."""
+    found = re.fullmatch(r"/(?:lfs|v1/xorbs/default)/([0-9a-f]{64}(?:/[0-9]+)?)", route)
+    return found and found[1]
 
 
 @dataclass(frozen=True)
@@ -70,13 +94,17 @@ class Repo:
 
 @dataclass
 class Fault:
-    """Answers requests that match with an error, `times` times."""
+    """Answers requests that match with an error, `times` times, once `after` of them have passed."""
 
     pattern: str
     status: int
     body: dict
     headers: dict
     times: int
+    after: int
+
+
+_BLOCK = 4096  # a request's body is read in such pieces
 
 
 class Drop(Exception):
@@ -98,17 +126,23 @@ class StubHub:
 
     def __init__(self, part_size=None):
         self.repos: dict[str, Repo] = {}
-        self.tokens = {"hf_" + "w" * 34: ("someone", "write"), "hf_" + "r" * 34: ("reader", "read")}
+        self.tokens = {WRITER: ("someone", "write"), READER: ("reader", "read")}
         self.stored: dict[str, bytes] = {}  # large files by SHA-256
         self.parts: dict[tuple[str, int], bytes] = {}
+        self.xorbs: dict[str, list[bytes]] = {}  # xet's groups of chunks, by xet's own hash
         self.part_size = part_size
         self.requests: list[str] = []
-        self.bytes_received = Counter()  # by SHA-256 (or SHA-256/part) of large files, by path of small ones
+        self.bytes_received = (
+            Counter()
+        )  # by SHA-256 (or SHA-256/part, or xet's hash) of large files, by path of small ones
         self.times_whole = Counter()  # the same keys: how often all of it arrived
         self.faults: list[Fault] = []
         self.rejected_card = None
         self.cut_at, self.cut_how, self.cut_request, self.dead = None, None, None, False
         self.before = None  # called with each request before it is handled
+        # called with a request and how far it is: "begins", the bytes of its body that came, "handled" or "answered";
+        # may raise Drop, after which nothing more of the request is read or answered
+        self.watch = None
         self.lock = threading.RLock()
 
     def __enter__(self):
@@ -132,10 +166,10 @@ class StubHub:
 
     # --- what a test asks for
 
-    def fail(self, pattern, status, body=None, times=1_000, **headers):
-        """Requests whose `METHOD /path` matches get this status."""
+    def fail(self, pattern, status, body=None, times=1_000, after=0, **headers):
+        """Requests whose `METHOD /path` matches get this status, but not the first `after` of them."""
         named = {key.replace("_", "-"): str(value) for key, value in headers.items()}
-        self.faults.append(Fault(pattern, status, body or {"error": "told to fail"}, named, times))
+        self.faults.append(Fault(pattern, status, body or {"error": "told to fail"}, named, times, after))
 
     def cut(self, at, how):
         """The request number `at` ends without an answer and nothing is answered after it, until `revive`.
@@ -147,6 +181,12 @@ class StubHub:
 
     def revive(self):
         self.cut_at, self.dead, self.requests = None, False, []
+
+    def forget(self):
+        """As if nothing had ever been sent; who watches is forgotten too."""
+        for record in (self.repos, self.stored, self.parts, self.xorbs, self.bytes_received, self.times_whole):
+            record.clear()
+        self.watch = None
 
     def writes(self):
         """The requests that were not reading alone."""
@@ -170,12 +210,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with self.hub.lock:
                 answer = self.handle_one()
-        except Drop:
+            self.send(answer)
+            self.watched("answered")
+        except (Drop, ConnectionError):
             # a reset, as when a machine goes away: the client must not take it for the end of an answer
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
             self.connection.close()
-            return
+
+    def send(self, answer):
         self.send_response(answer.status)
         for key, value in answer.headers.items():
             self.send_header(key, value)
@@ -189,6 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.route, self.query = unquote(parts.path), parse_qs(parts.query)
         line = f"{self.command} {self.route}"
         length = int(self.headers.get("Content-Length") or 0)
+        self.body = b""
         if hub.dead:
             raise Drop
         hub.requests.append(line)
@@ -197,29 +241,50 @@ class _Handler(BaseHTTPRequestHandler):
             hub.dead, hub.cut_request = True, line
         if how == "before":
             raise Drop
-        self.body = self.rfile.read(length // 2 if how == "during" else length)
-        self.count_bytes(whole=how != "during")
+        self.watched("begins")
+        self.read_body(length // 2 if how == "during" else length, length)
         if how == "during":
             raise Drop
         if hub.before:
             hub.before(line)
         for fault in hub.faults:
             if fault.times and re.search(fault.pattern, line):
+                fault.after -= 1
+                if fault.after >= 0:
+                    continue
                 fault.times -= 1
                 return Answer(fault.status, fault.body, fault.headers)
+        answer = Answer(404, {"error": f"the stub has no {line}"})
         try:
             self.dispatch()
-        except Answer as answer:
-            if how == "after":
-                raise Drop from None
-            return answer
-        return Answer(404, {"error": f"the stub has no {line}"})
+        except Answer as found:
+            answer = found
+        if how == "after":
+            raise Drop
+        self.watched("handled")
+        return answer
+
+    def read_body(self, wanted, length):
+        whole = False
+        try:
+            while len(self.body) < wanted:
+                block = self.rfile.read(min(_BLOCK, wanted - len(self.body)))
+                if not block:
+                    raise Drop
+                self.body += block
+                self.watched(len(self.body))
+            whole = wanted == length
+        finally:
+            self.count_bytes(whole)
+
+    def watched(self, state):
+        if self.hub.watch:
+            self.hub.watch(self, state)
 
     def count_bytes(self, whole):
-        if self.command == "PUT":
-            oid = self.route.removeprefix("/lfs/")
-            self.hub.bytes_received[oid] += len(self.body)
-            self.hub.times_whole[oid] += whole
+        if key := key_of_upload(self.route):
+            self.hub.bytes_received[key] += len(self.body)
+            self.hub.times_whole[key] += whole
 
     def dispatch(self):
         for method, pattern, handler in _ROUTES:
@@ -324,8 +389,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def batch(self, repo_id):
         self.repo(repo_id, write=True)
-        objects = []
-        for wanted in json.loads(self.body)["objects"]:
+        asked, objects = json.loads(self.body), []
+        if "xet" in asked["transfers"]:  # an older client asks before it takes that way
+            raise Answer(200, {"transfer": "xet", "objects": asked["objects"]})
+        for wanted in asked["objects"]:
             oid, size = wanted["oid"], wanted["size"]
             if oid not in self.hub.stored:
                 action = {"href": f"{self.hub.url}/lfs/{oid}?X-Signature=signed-{oid[:8]}"}
@@ -346,6 +413,47 @@ class _Handler(BaseHTTPRequestHandler):
     def upload_part(self, oid, number):
         self.hub.parts[oid, int(number)] = self.body
         raise Answer(200, headers={"ETag": f'"{number}"'})
+
+    # xet: https://github.com/huggingface/xet-core/tree/main/spec (api.md, xorb.md, shard.md), first version of each route
+
+    def xet_token(self, repo_id, revision):
+        self.repo(repo_id, write=True)
+        expires = int(time.time()) + 3600
+        headers = {
+            "X-Xet-Cas-Url": self.hub.url,
+            "X-Xet-Access-Token": "xet",
+            "X-Xet-Token-Expiration": str(expires),
+        }
+        raise Answer(200, {"casUrl": self.hub.url, "accessToken": "xet", "exp": expires}, headers)
+
+    def xorb(self, name):
+        """Takes a group of chunks, each after 8 bytes of header that say its length."""
+        chunks, at = [], 0
+        while at < len(self.body):
+            size, scheme = int.from_bytes(self.body[at + 1 : at + 4], "little"), self.body[at + 4]
+            if scheme:
+                raise Answer(
+                    400, {"error": "the stub reads no compressed chunks: HF_XET_XORB_COMPRESSION_POLICY=none"}
+                )
+            chunks.append(self.body[at + 8 : at + 8 + size])
+            at += 8 + size
+        self.hub.xorbs[name] = chunks
+        raise Answer(200, {"was_inserted": True})
+
+    def shard(self):
+        """Puts files together from ranges of chunks in xorbs; records are of 48 bytes."""
+        records = [self.body[i : i + 48] for i in range(48, len(self.body), 48)]
+        while records[0][:32] != b"\xff" * 32:
+            flags, count = struct.unpack("<II", records[0][32:40])
+            content = b""
+            for entry in records[1 : 1 + count]:
+                name = "".join(f"{number:016x}" for number in struct.unpack("<4Q", entry[:32]))
+                first, end = struct.unpack("<II", entry[40:48])
+                content += b"".join(self.hub.xorbs[name][first:end])
+            self.hub.stored[hashlib.sha256(content).hexdigest()] = content
+            verified, described = flags >> 31, flags >> 30 & 1
+            del records[: 1 + count + count * verified + described]
+        raise Answer(200, {"result": 1})
 
     def complete(self, oid):
         given = [part["partNumber"] for part in json.loads(self.body)["parts"]]
@@ -414,5 +522,8 @@ _ROUTES = [
     ("PUT", "/lfs/(?P<oid>[0-9a-f]{64})/(?P<number>[0-9]+)", _Handler.upload_part),
     ("POST", "/lfs/(?P<oid>[0-9a-f]{64})", _Handler.complete),
     ("POST", "/verify", _Handler.verify),
+    ("GET", f"/api/models/{_ID}/xet-write-token/(?P<revision>[^/]+)", _Handler.xet_token),
+    ("POST", "/v1/xorbs/default/(?P<name>[0-9a-f]{64})", _Handler.xorb),
+    ("POST", "/v1/shards", _Handler.shard),
     ("GET", f"/{_ID}/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
 ]

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import huggingface_hub.utils._http
 import pytest
+import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from typer.testing import CliRunner
 
 from normalign import push
@@ -21,11 +22,9 @@ from normalign.cli import app
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import push as push_module_function
 
-from .stub_hub import Blob, Drop, StubHub
+from .stub_hub import READER, REPO, WRITER, Blob, Drop, StubHub, arrived, contents
 
 
-WRITER, READER = "hf_" + "w" * 34, "hf_" + "r" * 34
-REPO = "someone/tiny-aligned"
 push_home = sys.modules[push_module_function.__module__]
 
 
@@ -39,6 +38,8 @@ def forget_connections():
 def hub(monkeypatch):
     with StubHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         # xet's client speaks to a storage service of its own, which the stub is not; LFS is the other way in
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -50,26 +51,6 @@ def hub(monkeypatch):
             monkeypatch.setattr(module, "time", no_sleep)
         yield hub
         forget_connections()
-
-
-@pytest.fixture(scope="module")
-def sharded(exported, tmp_path_factory):
-    """The export with its weights in four files, as a large model has them."""
-    folder = tmp_path_factory.mktemp("sharded") / "export"
-    shutil.copytree(exported, folder)
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(weights)
-    weight_map = {}
-    for i in range(4):
-        file = f"model-{i + 1:05}-of-00004.safetensors"
-        part = {name: weights[name].clone() for name in names[i::4]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    size = sum(tensor.nbytes for tensor in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
 
 
 @pytest.fixture
@@ -88,17 +69,6 @@ def refusal(folder, **options):
     message = str(caught.value)
     assert "\n" not in message and WRITER not in message
     return message
-
-
-def contents(folder):
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
-
-
-def arrived(hub, repo_id=REPO):
-    files = {name: blob.content for name, blob in hub.repos[repo_id].files.items()}
-    files.pop(".gitattributes")
-    return files
 
 
 def key_of(name, content):
@@ -253,6 +223,72 @@ def test_a_connection_that_breaks_once_is_mended_within_the_same_push(hub, folde
     assert arrived(hub) == contents(folder) and set(hub.times_whole.values()) == {1}
 
 
+def test_a_folder_that_was_written_anew_between_two_runs_arrives_as_it_is_now(hub, folder, exported, writes_of_a_push):
+    hub.cut(at=writes_of_a_push[len(writes_of_a_push) // 2], how="after")
+    refusal(folder)
+    hub.revive()
+    assert any(name.startswith("model-00001") for name in hub.repos[REPO].files)
+    shutil.rmtree(folder)
+    shutil.copytree(exported, folder)
+    assert "model-00001-of-00004.safetensors" in send(folder).deleted
+    assert arrived(hub) == contents(exported)
+
+
+# --- the other way in, xet
+
+
+@pytest.fixture
+def xet_hub(hub, monkeypatch, tmp_path):
+    """The Hub as the real one is today: the client uploads large files with hf_xet, which has its own HTTP client."""
+    pytest.importorskip("hf_xet", reason="uploads by xet need hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setenv("HF_XET_XORB_COMPRESSION_POLICY", "none")
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "0")
+    return hub
+
+
+@pytest.mark.both_generations
+def test_a_push_by_xet_goes_on_where_one_by_lfs_was_cut(xet_hub, folder, monkeypatch):
+    """R64: what is there is told by SHA-256 and the SHA-1 of git, whichever way it came."""
+    hub = xet_hub
+    with monkeypatch.context() as lfs:
+        lfs.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        hub.fail("/commit/", 403, after=2)
+        refusal(folder)
+    hub.faults.clear()
+    result = send(folder)
+    assert arrived(hub) == contents(folder)
+    assert result.skipped == ["model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"]
+    # the third had come by LFS, without its commit; the client that does not ask sends it again
+    assert 1 <= len(hub.xorbs) <= 2 and hub.times_whole.keys() >= hub.xorbs.keys()
+    assert send(folder).sent == []
+
+
+@pytest.mark.both_generations
+@pytest.mark.parametrize(
+    ("pattern", "status", "expected"),
+    [
+        ("xet-write-token", 401, "does not accept the access token"),
+        ("xet-write-token", 403, "no right to write to someone/tiny-aligned"),
+        ("/v1/xorbs", 413, "has no room"),
+        ("/v1/shards", 400, "refuses the push"),
+    ],
+)
+def test_each_refusal_of_xet_is_one_paragraph_too(xet_hub, folder, pattern, status, expected):
+    xet_hub.fail(pattern, status)
+    message = refusal(folder)
+    assert expected in message and str(status) in message and "Nothing is lost" in message
+    xet_hub.faults.clear()
+    send(folder)
+    assert arrived(xet_hub) == contents(folder)
+
+
+def test_an_answer_that_xet_cannot_read_is_one_paragraph(xet_hub, folder):
+    xet_hub.fail("/v2/shards", 200, {"odd": 1})
+    message = refusal(folder)
+    assert "broke" in message and "Nothing is lost" in message
+
+
 # --- what the Hub refuses
 
 
@@ -281,6 +317,9 @@ def test_a_server_error_that_passes_is_waited_for(hub, folder, caplog):
         ("whoami", 401, {"error": f"bad {WRITER}"}, "does not accept the access token"),
         ("objects/batch", 403, {"error": "Private repository storage limit reached"}, "has no room"),
         ("objects/batch", 507, None, "has no room"),
+        ("PUT /lfs", 413, None, "has no room"),
+        ("whoami", 401, {"error": "User Access Token is expired"}, "expired"),
+        ("repos/create", 404, {"error": "This organization does not exist"}, "no repository or owner"),
         ("/commit/", 429, None, "limits the rate"),
         ("/commit/", 500, None, "trouble of its own"),
         ("PUT /lfs", 502, None, "trouble of its own"),
@@ -312,6 +351,7 @@ def test_a_commit_by_someone_else_in_the_middle_is_not_overwritten(hub, folder):
 
 
 def test_a_card_that_the_hub_rejects_stops_before_anything_is_sent(hub, folder):
+    """R62"""
     hub.rejected_card = '"datasets[0]" must be a string'
     message = refusal(folder)
     assert "datasets[0]" in message and "README.md" in message
@@ -439,7 +479,107 @@ def test_the_command_lists_a_dry_run(hub, folder):
     assert all(name in done.stdout for name in contents(folder))
 
 
+def refused_command(*words):
+    """The words of a command that ends with status 1 or 2, on standard error alone."""
+    done = CliRunner().invoke(app, ["push", *map(str, words), "--no-load-check"])
+    assert done.exit_code in (1, 2) and done.stdout == "" and "Traceback" not in done.stderr
+    assert WRITER not in done.stderr
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_the_command_says_each_refusal_once_and_ends_with_status_1_or_2(hub, folder, monkeypatch):
+    """R62, R64: as a user meets them, one after the other; the last push then sends what is missing."""
+    assert "is no name of a Hub repository" in refused_command(folder, "someone/a b")
+    assert "is no name of a Hub repository" in refused_command(folder, "https://huggingface.co/someone/tiny")
+    assert "There is no folder" in refused_command(folder / "no", REPO)
+    monkeypatch.setenv("HF_TOKEN", READER)
+    assert "may only read" in refused_command(folder, REPO)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "e" * 34)
+    assert "does not accept the access token" in refused_command(folder, REPO)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    assert "right to write to others/tiny" in refused_command(folder, "others/tiny")
+    hub.rejected_card = '"license" must be one of [apache-2.0, ...]'
+    assert '"license" must be one of' in refused_command(folder, REPO)
+    assert hub.repos == {} and not hub.bytes_received
+    hub.rejected_card = None
+    hub.fail("/commit/", 429, after=2, Retry_After=3600)
+    assert "Run it again in 3600 seconds" in refused_command(folder, REPO)
+    hub.faults.clear()
+    hub.fail("PUT /lfs", 500)
+    assert "trouble of its own (status 500" in refused_command(folder, REPO)
+    hub.faults.clear()
+    assert "exists and is public" in refused_command(folder, REPO, "--private")
+    done = CliRunner().invoke(app, ["push", str(folder), REPO, "--revision", "v1", "--no-load-check"])
+    assert done.exit_code == 0 and arrived(hub) == contents(folder)
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
+    assert "has a tag or branch v1" in refused_command(folder, REPO, "--revision", "v1")
+    assert hub.repos[REPO].tags == {"v1": hub.repos[REPO].head}
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_three_times_and_named(hub, folder, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = refused_command(folder, REPO)
+    assert "http://127.0.0.1:9 broke or could not be made" in message and "Nothing is lost" in message
+    assert hub.slept == [2, 10]
+
+
+def test_a_long_rate_limit_is_said_instead_of_waited_for(hub, folder, caplog):
+    """Waits of up to five minutes are made, and each is announced; a longer one is the user's to make."""
+    hub.fail("/commit/", 429, times=1, Retry_After=290)
+    send(folder)
+    assert hub.slept == [291] and "answered 429; trying again in 291 seconds" in caplog.text
+    hub.revive(), hub.repos.clear(), hub.slept.clear()
+    hub.fail("/commit/", 429, Retry_After=301)
+    assert "Run it again in 301 seconds" in refusal(folder) and hub.slept == []
+
+
 # --- from the Hub again
+
+
+def verified(*words):
+    done = CliRunner().invoke(app, ["verify", *words])
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.mark.both_generations
+def test_verify_says_why_a_repository_cannot_be_had(hub, folder, monkeypatch):
+    send(folder, private=True)
+    status, said = verified("someone/none")
+    assert status == 1 and "the Hub has no model of that name or does not show it to you" in said
+    status, said = verified(REPO, "--revision", "v9")
+    assert status == 1 and f"{REPO} has no branch, tag or commit 'v9'" in said
+    hub.fail("GET", 403, {"error": "Ask"}, X_Error_Code="GatedRepo", X_Error_Message="Access is restricted")
+    status, said = verified("someone/gated")
+    assert status == 1 and f"Ask for access at {hub.url}/someone/gated" in said
+    monkeypatch.setenv("HF_TOKEN", READER)
+    hub.faults.clear()
+    status, said = verified("someone/tiny-aligned", "--revision", "main")
+    assert status == 1 and "does not show it to you" in said
+
+
+def test_verify_shows_what_someone_has_changed_in_a_repository(hub, folder):
+    pinned = send(folder, revision="v1.0").commit
+    repo = hub.repos[REPO]
+    code = repo.files["modeling_normalign_llava.py"].content.decode()
+    changed = code.replace("import torch\n", "import torch\nimport this\n", 1)
+    shard = "model-00001-of-00004.safetensors"
+    tensors = load(repo.files[shard].content)
+    name = sorted(tensors)[0]
+    tensors[name] = torch.ones(7)
+    content = {
+        "modeling_normalign_llava.py": Blob(changed.encode(), False),
+        shard: Blob(save(tensors, metadata={"format": "pt"}), True),
+        "pytorch_model.bin": Blob(b"\x80\x02x", True),
+    }
+    repo.commit({**repo.files, **content}, "not by us")
+    status, said = verified(REPO)
+    assert status == 1 and "verdict fails" in said and f"load with revision='{repo.head}'" in said
+    assert "+import this" in said and "modeling_normalign_llava.py differs yes" in said
+    assert "pickles, which run code when they are loaded: pytorch_model.bin" in said
+    assert f"{name} is (7,), not (" in said
+    assert "GET /someone/tiny-aligned/resolve/" + repo.head + "/pytorch_model.bin" not in hub.requests
+    status, said = verified(REPO, "--revision", pinned)
+    assert status == 0 and "verdict passes" in said and "can move" not in said
 
 
 LOAD = """
