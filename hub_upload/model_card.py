@@ -98,16 +98,16 @@ class License:
     link: str | None = None
     files: list[str] = field(default_factory=list)
 
-    def metadata(self, bases: list[str]) -> dict[str, str | None]:
-        """The card's fields: as named, else the files, else the base models' pages, else that it is not known."""
+    def metadata(self, base: str | None) -> dict[str, str | None]:
+        """The card's fields: as named, else the files, else the page of the base model, else that it is not known."""
         file = next((name for name in self.files if name.lower().startswith("lic")), None)
         if self.id is not None:
             link = self.link or (file if self.id == "other" else None)
             return {"license": self.id, "license_name": self.name, "license_link": link}
         if file is not None:
             return {"license": "other", "license_name": "see-license-file", "license_link": file}
-        if bases:
-            link = f"https://huggingface.co/{bases[-1]}"
+        if base is not None:
+            link = f"https://huggingface.co/{base}"
             return {"license": "other", "license_name": "see-base-models", "license_link": link}
         return {"license": "unknown"}
 
@@ -141,6 +141,8 @@ def model_card(
             "A license's name and link need the license itself: give 'other' or the Hub's id as license."
         )
     training = training or Training()
+    # of the two, the language model's license is the one that more often has terms; the text links both
+    language_model = facts.composed_from.get("text")
     rows = result_rows(results)
     data = ModelCardData(
         library_name="transformers",
@@ -148,7 +150,7 @@ def model_card(
         base_model=bases or None,
         datasets=training.datasets or None,
         tags=[*TAGS],
-        **license.metadata(bases),
+        **license.metadata(language_model if language_model in bases else bases[0] if bases else None),
     )
     return ModelCard.from_template(
         data,

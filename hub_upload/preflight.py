@@ -29,7 +29,21 @@ _SECRETS = {
 _SECRET_FILES = re.compile(r"\.env(\..*)?|\.netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx)")
 # In a vocabulary, `/home/` and the like are words of the language, not places.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
-_TEXT_SUFFIXES = {".json", ".jsonl", ".md", ".py", ".jinja", ".txt", ".yaml", ".yml", ".html", ".csv", ".cfg", ".toml"}
+_TEXT_SUFFIXES = {
+    "",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".py",
+    ".jinja",
+    ".txt",
+    ".yaml",
+    ".yml",
+    ".html",
+    ".csv",
+    ".cfg",
+    ".toml",
+}
 _ADDRESS = re.compile(r"\bhttps?://[^\s)>\"']+")
 _HOMES = re.compile(r"(?<![\w.:/~-])(?:/home/|/Users/)[\w.-]+/|\b[A-Za-z]:\\{1,2}Users\\{1,2}[\w.-]+")
 
