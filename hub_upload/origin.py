@@ -92,9 +92,9 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _public(value: Any, key: str, beside: Path) -> Any:
-    """The same without places of this machine: of what was local only that it was."""
+    """The same without places of this machine, of what was local only that it was, and without what is not set."""
     if isinstance(value, dict):
-        return {name: _public(inner, str(name), beside) for name, inner in value.items()}
+        return {name: _public(inner, str(name), beside) for name, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
         return [_public(inner, key, beside) for inner in value]
     if not isinstance(value, str) or not _is_local(value, beside):

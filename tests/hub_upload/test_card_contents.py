@@ -30,6 +30,7 @@ STAGE1 = {
     "data": {"mixture": [{"name": "liuhaotian/LLaVA-Pretrain"}, {"path": f"{HOME}/rows.jsonl"}]},
 }
 STAGE2 = {"name": "instruct", "output_dir": "run/instruct", "from_stage": "align", "data": {"name": "a/b"}, "seed": 7}
+STAGE2 |= {"model": None, "overwrite": True}
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +304,7 @@ def test_another_size_leaves_no_shard_of_the_former(full, tmp_path):
     assert [file.name for file in out.glob("*safetensors*")] == ["model.safetensors"]
     export(full, out, max_shard_size=150_000)
     shards = sorted(out.glob("*.safetensors"))
-    assert len(shards) > 2 and all(f"-of-{len(shards):05d}." in file.name for file in shards)
+    assert len(shards) > 1 and all(f"-of-{len(shards):05d}." in file.name for file in shards)
 
 
 @pytest.mark.parametrize("size", ["", "5", "0GB", "-1GB", "5 G", "big", "5GiB", 0, -3, True, 1.5])
