@@ -15,6 +15,9 @@ from transformers import AutoModelForImageTextToText
 
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import check_card, export, verify
+from normalign.hub_upload.export import code_files
+from normalign.hub_upload.model_card import model_card, model_facts
+from normalign.hub_upload.origin import Training
 from normalign.hub_upload.preflight import check_folder
 from normalign.inspection import NormReport, inspect_model
 from normalign.inspection.report import write_json
@@ -186,6 +189,12 @@ def test_recipes_that_are_given_take_the_place_of_those_found(trained, tmp_path)
     assert re.findall(r"^### (stage.*)$", text, re.MULTILINE) == ["stage1", "stage2"]
     assert "model: local model" in text and "align" not in re.findall(r"^### .*$", text, re.MULTILINE)
     assert "datasets" not in ModelCard(text).data.to_dict()
+
+
+@pytest.mark.parametrize("training", [Training(), Training(last="step 3, loss 1"), Training([("a", "seed: 1")])])
+def test_no_line_too_many_is_left_by_what_is_not_known(model, training):
+    text = model_card(model_facts(model), code_files(type(model)), training=training).content
+    assert "\n\n\n" not in text and text.count("## Training\n\n") == (training != Training())
 
 
 @pytest.mark.parametrize("text", ["- a list", "a: [", "\xff"])
