@@ -47,9 +47,15 @@ def save_whole(
     return out
 
 
-def write_parts(model: PreTrainedModel, processor: ProcessorMixin, folder: Path) -> None:
-    """Weights, code, config and processor into a folder; whoever may read the config may read the weights."""
-    model.save_pretrained(folder)
+def write_parts(
+    model: PreTrainedModel, processor: ProcessorMixin, folder: Path, max_shard_size: str | int | None = None
+) -> None:
+    """Weights, code, config and processor into a folder; whoever may read the config may read the weights.
+
+    Args:
+        max_shard_size: as of save_pretrained ("5GB", or bytes); None leaves it to transformers.
+    """
+    model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     processor.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         # safetensors lets the owner alone read its files
@@ -70,7 +76,7 @@ def check_target(
         sources: what is read (folders, Hub ids or presets): neither they nor a folder above them is replaced.
         overwrite: a folder that holds files, but no folders, may be replaced.
         earlier: says of a folder with files that it may be replaced without being told so.
-        own_folders: names of folders in it that may be replaced with it.
+        own_folders: folders in it that may be replaced with it.
 
     Raises:
         NormalignError: names what is in the way.
@@ -83,8 +89,7 @@ def check_target(
     if not folder.exists():
         return folder
     entries = list(folder.iterdir())
-    replaced = {*_FOLDERS_OF_THE_HUB, *own_folders}
-    inner = sorted(entry.name for entry in entries if entry.is_dir() and entry.name not in replaced)
+    inner = sorted({entry.name for entry in entries if entry.is_dir()} - _FOLDERS_OF_THE_HUB - {*own_folders})
     if inner:
         raise NormalignError(
             f"{folder} holds the folder{'s' if len(inner) > 1 else ''} {', '.join(inner[:3])}, and a folder with folders in "

@@ -182,8 +182,19 @@ def _license(data: dict) -> Iterator[Problem]:
             yield Problem(
                 f"license{place}", f"{value!r} is no license id of the Hub; {hint}write 'other' and a license_name"
             )
-        elif value == "other" and not _is_text(data.get("license_name")):
-            yield Problem("license_name", "missing or no text; it must say which license 'other' stands for")
+        elif value == "other":
+            if not _is_text(data.get("license_name")):
+                yield Problem("license_name", "missing or no text; it must say which license 'other' stands for")
+            if not _is_license_link(data.get("license_link")):
+                yield Problem(
+                    "license_link",
+                    "'other' needs it: the address (https://...) of the license's text, or the name of a file in the "
+                    f"repository such as LICENSE, not {data.get('license_link')!r}",
+                )
+
+
+def _is_license_link(value: object) -> bool:
+    return _is_text(value) and bool(re.fullmatch(r"https?://\S+|[\w-][\w.-]*", value))
 
 
 def _is_text(value: object) -> bool:
@@ -293,7 +304,7 @@ def _result(field: str, result: object) -> Iterator[Problem]:
 
 
 def _text_problems(text: str) -> Iterator[Problem]:
-    account = _account()
+    account = account_name()
     for number, line in enumerate(text.splitlines(), 1):
         field = f"line {number}"
         if _TOKEN.search(line):
@@ -309,7 +320,8 @@ def _text_problems(text: str) -> Iterator[Problem]:
             yield Problem(field, f"names the account {account} of this machine")
 
 
-def _account() -> str | None:
+def account_name() -> str | None:
+    """The account's name on this machine, where it may tell who somebody is; None for root, user and the like."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container without an entry for its user

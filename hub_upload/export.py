@@ -6,25 +6,24 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-from PIL import Image
 
-from ..assembly.loading import explained, load_processor, quiet_transformers, read_config, refuse_missing_weights
+from ..assembly.loading import load_processor
 from ..assembly.saving import check_target, named_folder, write_parts, written_in_full
 from ..configuration.errors import NormalignError
-from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..inspection import NormReport
 from .both_generations import write_for_both_generations
 from .card_check import check_card
-from .model_card import CARD_MARK, model_card, model_facts
+from .eval_results import EVAL_RESULTS, eval_result_files, is_eval_results
+from .model_card import CARD_MARK, License, model_card, model_facts
+from .norms import NORMS_FIGURE, draw_norms, norm_table
+from .origin import is_hub_id, is_license_file, license_files, read_training
+from .preflight import path_problems, secret_problems, shipped_files
+from .source import MODEL_CLASSES, Source, load_source, open_source, sample_inputs, supported_model_type
 
-
-# The model classes that can be exported, by the model_type in config.json. A new family is one more line.
-MODEL_CLASSES = {"normalign_llava": NormAlignLlavaForConditionalGeneration}
 
 _SHIPPED_SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".py", ".md"}
 # What the loaders of a local folder leave in the JSON files; no key of these means anything to another machine.
@@ -40,20 +39,34 @@ def export(
     results: dict | None = None,
     base_model: str | list[str] | None = None,
     license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
+    inspection: str | os.PathLike | None = None,
+    recipes: Sequence[str | os.PathLike] = (),
+    max_shard_size: str | int | None = None,
 ) -> Path:
-    """Writes `model_dir` to the flat, self-contained folder `out`, ready for the Hub, for transformers 4.57 and 5 alike.
+    """Writes `model_dir` to a self-contained folder `out`, ready for the Hub, for transformers 4.57 and 5 alike.
 
-    The folder holds safetensors weights (sharded by transformers' default), the model's Python files as they are in
-    this package, config, processor, generation config and README.md, and no training state, pickle or local path. It
-    is written beside `out` and renamed when its weights are found to give bit for bit the source's logits.
+    The folder holds safetensors weights, the model's Python files as they are in this package, config, processor,
+    generation config and README.md, and no training state, pickle or local path. It is flat but for
+    `.eval_results/*.yaml`, and has `norms.png` and license files where they are known. It is written beside `out` and
+    renamed when its weights are found to give bit for bit the source's logits.
 
     Args:
-        model_dir: a checkpoint of training or a composed model, as a local folder or a Hub id.
+        model_dir: a checkpoint of training, a composed model or a PEFT adapter, as a local folder or a Hub id. An adapter
+            is merged into its base model, which is loaded in the number format it is stored in.
         out: the folder to write. An earlier export there is replaced.
         overwrite: also replace a folder with other files; one with sub-folders is never replaced.
-        results: the content of a results.json of `normalign demo` or `normalign evaluate`, for the card.
-        base_model: Hub ids of the models it was built from; None reads `composed_from` in the config.
-        license: the license id for the card; None leaves it to the base models, and says so.
+        results: the content of a results.json of `normalign demo` or `normalign evaluate`, for the card. Those of
+            benchmarks on the Hub also become `.eval_results/TASK.yaml`.
+        base_model: Hub ids of the models it was built from; None reads an adapter's base model and `composed_from`.
+        license: the license id for the card; None leaves it to the base models and license files, and says so.
+        license_name: the name of a license that is `other`.
+        license_link: the address of its text, or a file in the folder.
+        inspection: a report of `normalign inspect` on this very model (its folder or report.json), for the card.
+        recipes: the recipes it was trained by, in the order of the stages; none reads recipe.yaml in `model_dir`.
+        max_shard_size: the largest weight file, such as "5GB" or "200KB" (or bytes); a tensor is never split. None
+            leaves it to transformers.
 
     Returns:
         `out`.
@@ -62,20 +75,44 @@ def export(
         NormalignError: `model_dir` cannot be exported, `out` may not be replaced, or the written folder is not right.
     """
     out = named_folder(out)
-    source = _source_folder(model_dir)
-    model_class = MODEL_CLASSES[_supported_model_type(source, str(model_dir))]
-    check_target(out, sources=[source], overwrite=overwrite, earlier=_is_earlier_export)
+    _check_shard_size(max_shard_size)
+    source = open_source(model_dir)
+    model_class = MODEL_CLASSES[supported_model_type(source, str(model_dir))]
+    check_target(
+        out,
+        sources=source.folders,
+        overwrite=overwrite,
+        earlier=_is_earlier_export,
+        own_folders=[EVAL_RESULTS] if is_eval_results(out / EVAL_RESULTS) else [],
+    )
+    # what is given wrongly is named before the work
+    report = None if inspection is None else NormReport.load(inspection)
+    training = read_training(source.folder, [Path(recipe).expanduser() for recipe in recipes])
     with written_in_full(out) as folder:
-        model, processor = _load_source(model_class, source)
-        expected = _logits(model, _sample_inputs(model, processor))
+        model, processor = load_source(model_class, source)
+        expected = _logits(model, sample_inputs(model, processor))
         expected_ids = _sample_ids(processor)
-        code = code_files(model_class)
-        _write(model, processor, folder, code)
-        facts = model_facts(model)
+        code, facts = code_files(model_class), model_facts(model)
+        norms = None if report is None else norm_table(report, facts)
+        _write(model, processor, folder, code, max_shard_size)
         del model
-        model_card(facts, code, results=results, base_model=base_model, license=license).save(folder / "README.md")
+        if report is not None:
+            draw_norms(report, folder / NORMS_FIGURE)
+        _write_eval_results(results, folder)
+        files = _copy_licenses(license_files(source.folders, facts.composed_from), folder)
+        if base_model is None and source.base_name is not None and is_hub_id(source.base_name):
+            base_model = None if Path(source.base_name).is_dir() else source.base_name
+        model_card(
+            facts,
+            code,
+            results=results,
+            base_model=base_model,
+            license=License(license, license_name, license_link, files),
+            norms=norms,
+            training=training,
+        ).save(folder / "README.md")
         _check_card(folder / "README.md")
-        _check_files(folder, code, source)
+        _check_files(folder, code, source, out)
         _check_weights(model_class, folder, expected)
         _check_tokenizer(folder, expected_ids)
     return out
@@ -96,70 +133,16 @@ def code_files(model_class: type) -> list[Path]:
     return sorted(found)
 
 
-# --- what goes in
+# --- what may be asked for
 
 
-def _source_folder(model_dir: str | os.PathLike) -> Path:
-    if not str(model_dir).strip():
-        raise NormalignError("The model has no name: '' was given. Name the folder of a model, or its Hub id.")
-    folder = Path(model_dir).expanduser()
-    if folder.is_dir():
-        return folder
-    name = str(model_dir)
-    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        what = "is a file" if folder.exists() else "does not exist"
-        raise NormalignError(f"{name} {what}. Name the folder of a trained or composed model, or its Hub id.")
-    try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, HFValidationError) as error:
-        raise NormalignError(
-            f"{name} is neither a local folder nor a model that can be had from the Hub now: "
-            f"{str(error).splitlines()[0]} Check the name, the network and your access to it."
-        ) from error
-
-
-def _supported_model_type(source: Path, name: str) -> str:
-    """The model_type of a folder that can be exported."""
-    if (source / "adapter_config.json").exists():
-        raise NormalignError(
-            f"{name} holds a PEFT adapter, which `normalign export` does not merge yet. Merge it into its base model "
-            f"first, `PeftModel.from_pretrained(base, '{name}').merge_and_unload().save_pretrained('merged')`, save "
-            f"the processor into the same folder, and export that."
-        )
-    if not (source / "config.json").exists():
-        checkpoints = sorted(source.glob("checkpoint-*/config.json"), key=lambda file: file.stat().st_mtime)
-        hint = f" The newest checkpoint in it is {checkpoints[-1].parent}: export that." if checkpoints else ""
-        raise NormalignError(
-            f"{name} has no config.json, so it is not the folder of a model.{hint or ' Name the folder itself.'}"
-        )
-    model_type = read_config(source).get("model_type")
-    if model_type not in MODEL_CLASSES:
-        raise NormalignError(
-            f"{name} is a model of type {model_type!r}, and `normalign export` writes the type"
-            f"{'s' if len(MODEL_CLASSES) > 1 else ''} {', '.join(map(repr, MODEL_CLASSES))} only. Insert the aligned "
-            f"norm with `normalign graft` or build a model with `normalign compose`, train it, and export the result."
-        )
-    if not list(source.glob("*.safetensors")):
-        raise NormalignError(
-            f"{name} has no .safetensors file. Weights as pickles are not read; a DeepSpeed checkpoint is turned into "
-            f"safetensors by its zero_to_fp32.py with --safe_serialization."
-        )
-    return model_type
-
-
-def _load_source(model_class: type, source: Path):
-    with explained("The model", str(source)), quiet_transformers():
-        model, info = model_class.from_pretrained(source, dtype="auto", output_loading_info=True)
-    refuse_missing_weights("The model", str(source), model, info)
-    processor = load_processor(source)
-    if not processor.chat_template:
-        raise NormalignError(
-            f"The processor of {source} has no chat template: there is no chat_template.jinja in the folder, nor a "
-            f"chat_template in its processor_config.json, so nobody could ask the exported model as it was trained. Copy "
-            f"chat_template.jinja from where the model was composed or trained, and export again."
-        )
-    return model.eval(), processor
+def _check_shard_size(size: str | int | None) -> None:
+    number = re.fullmatch(r"(\d+(?:\.\d+)?) *[KMGT]B", size, re.IGNORECASE) if isinstance(size, str) else None
+    if size is None or (number and float(number[1]) > 0) or (type(size) is int and size > 0):
+        return
+    raise NormalignError(
+        f"The size of a weight file cannot be {size!r}: write a number above 0 with KB, MB, GB or TB, such as 5GB or 200KB."
+    )
 
 
 # --- where it goes
@@ -171,22 +154,39 @@ def _is_earlier_export(folder: Path) -> bool:
     return (
         card.exists()
         and CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
-        and all(file.suffix in _SHIPPED_SUFFIXES for file in files)
+        and all(_may_ship(file.name) for file in files)
     )
+
+
+def _may_ship(name: str) -> bool:
+    """Whether an export may hold a file of this name."""
+    return Path(name).suffix in _SHIPPED_SUFFIXES or name == NORMS_FIGURE or is_license_file(name)
 
 
 # --- what is written
 
 
-def _write(model, processor, folder: Path, code: list[Path]) -> None:
+def _write(model, processor, folder: Path, code: list[Path], max_shard_size: str | int | None) -> None:
     _forget_where_it_came_from(model.config)
     _give_no_token_type_ids(processor.tokenizer)
-    write_parts(model, processor, folder)
+    write_parts(model, processor, folder, max_shard_size)
     for file in code:
         shutil.copyfile(file, folder / file.name)
     for file in folder.glob("*.json"):
         _strip_local_keys(file)
     write_for_both_generations(folder)
+
+
+def _write_eval_results(results: dict | None, folder: Path) -> None:
+    for name, text in eval_result_files(results).items():
+        (folder / EVAL_RESULTS).mkdir(exist_ok=True)
+        (folder / EVAL_RESULTS / name).write_text(text, encoding="utf-8")
+
+
+def _copy_licenses(files: dict[str, Path], folder: Path) -> list[str]:
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+    return sorted(files)
 
 
 def _forget_where_it_came_from(config) -> None:
@@ -211,13 +211,6 @@ def _strip_local_keys(file: Path) -> None:
 
 
 # --- whether it is right
-
-
-def _sample_inputs(model, processor) -> dict[str, torch.Tensor]:
-    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-    inputs = processor(images=Image.fromarray(pixels), text=f"{processor.image_token}\n?", return_tensors="pt")
-    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    return dict(inputs)
 
 
 def _sample_ids(processor) -> list[int]:
@@ -251,27 +244,26 @@ def _check_card(card: Path) -> None:
         )
 
 
-def _check_files(folder: Path, code: list[Path], source: Path) -> None:
-    """The folder holds the code of this package and no other, no file of training, and no path of this machine."""
-    written = {file.name: file for file in folder.iterdir()}
-    strange = sorted(name for name, file in written.items() if file.is_dir() or file.suffix not in _SHIPPED_SUFFIXES)
-    python = {name for name in written if name.endswith(".py")}
-    strange += sorted(python ^ {file.name for file in code})
+def _check_files(folder: Path, code: list[Path], source: Source, out: Path) -> None:
+    """The folder holds the code of this package and no other, no file of training, and nothing of this machine or account."""
+    strange = sorted(
+        file.name
+        for file in folder.iterdir()
+        if not (is_eval_results(file) if file.name == EVAL_RESULTS else file.is_file() and _may_ship(file.name))
+    )
+    strange += sorted({file.name for file in folder.glob("*.py")} ^ {file.name for file in code})
     if strange:
         raise NormalignError(f"The export holds or lacks files that it should not: {', '.join(strange)}.")
     for file in code:
-        if written[file.name].read_bytes() != file.read_bytes():
+        if (folder / file.name).read_bytes() != file.read_bytes():
             raise NormalignError(f"The exported {file.name} differs from the one of this package.")
-    needles = {str(source.resolve()), str(folder.parent.resolve()), f"{Path.home()}{os.sep}"}
-    for name, file in written.items():
-        if file.suffix in (".json", ".md") and name not in ("tokenizer.json", "vocab.json"):
-            text = file.read_text(encoding="utf-8")
-            for needle in needles:
-                if needle in text or json.dumps(needle)[1:-1] in text:
-                    raise NormalignError(
-                        f"The exported {name} names the local path {needle}. Take it out of the same file in {source} "
-                        f"and export again."
-                    )
+    files = shipped_files(folder)
+    places = [place.resolve() for place in (*source.folders, out, out.parent, folder.parent)]
+    if problems := [*secret_problems(folder, files), *path_problems(folder, files, places)]:
+        raise NormalignError(
+            f"The export would tell the world what is of this machine alone, so it was not written: {'; '.join(problems)}. "
+            f"Take it out of the same file in {source.model}, or of what was given for the card, and export again."
+        )
 
 
 def _check_weights(model_class: type, folder: Path, expected: torch.Tensor) -> None:
@@ -283,7 +275,7 @@ def _check_weights(model_class: type, folder: Path, expected: torch.Tensor) -> N
     if problems:
         raise NormalignError(f"The weights of the export do not fit its config: {problems}.")
     reloaded = load_processor(folder)
-    logits = _logits(model.eval(), _sample_inputs(model, reloaded))
+    logits = _logits(model.eval(), sample_inputs(model, reloaded))
     if not torch.equal(logits, expected):
         difference = (
             (logits.double() - expected.double()).abs().max().item() if logits.shape == expected.shape else None

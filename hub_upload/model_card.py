@@ -2,8 +2,7 @@
 
 import hashlib
 import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,7 +10,12 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from ..configuration.errors import NormalignError
+from ..modeling.aligned_norm import text_embedding_norm
 from .both_generations import limits_of_the_other_generation
+from .eval_results import BENCHMARKS, run_notes
+from .norms import NORMS_FIGURE, NormTable
+from .origin import Training, is_hub_id
 
 
 CARD_MARK = "<!-- written by normalign export -->"
@@ -33,6 +37,8 @@ class ModelFacts:
     vision_type: str
     text_type: str
     hidden_size: int
+    layers: int
+    text_norm: float
     parameters: int
     dtype: str
     aligned_norm: dict
@@ -57,6 +63,8 @@ def model_facts(model) -> ModelFacts:
         vision_type=config.vision_config.model_type,
         text_type=config.text_config.model_type,
         hidden_size=config.text_config.hidden_size,
+        layers=config.text_config.num_hidden_layers,
+        text_norm=text_embedding_norm(model.get_input_embeddings()),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         aligned_norm=settings,
@@ -81,8 +89,27 @@ def _gain_at_start(settings: dict, hidden_size: int) -> float | None:
     return settings["target_norm"] / math.sqrt(hidden_size)
 
 
-def _is_hub_id(name: str) -> bool:
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
+@dataclass(frozen=True)
+class License:
+    """The license as named at the export, and the license files in the folder."""
+
+    id: str | None = None
+    name: str | None = None
+    link: str | None = None
+    files: list[str] = field(default_factory=list)
+
+    def metadata(self, base: str | None) -> dict[str, str | None]:
+        """The card's fields: as named, else the files, else the page of the base model, else that it is not known."""
+        file = next((name for name in self.files if name.lower().startswith("lic")), None)
+        if self.id is not None:
+            link = self.link or (file if self.id == "other" else None)
+            return {"license": self.id, "license_name": self.name, "license_link": link}
+        if file is not None:
+            return {"license": "other", "license_name": "see-license-file", "license_link": file}
+        if base is not None:
+            link = f"https://huggingface.co/{base}"
+            return {"license": "other", "license_name": "see-base-models", "license_link": link}
+        return {"license": "unknown"}
 
 
 def model_card(
@@ -91,7 +118,9 @@ def model_card(
     *,
     results: dict | None = None,
     base_model: str | list[str] | None = None,
-    license: str | None = None,
+    license: License | str | None = None,
+    norms: NormTable | None = None,
+    training: Training | None = None,
 ) -> ModelCard:
     """The card of one model.
 
@@ -100,17 +129,28 @@ def model_card(
         code: the Python files in the folder; the card lists their SHA-256.
         results: the content of a results.json of `normalign demo` or `normalign evaluate`; None leaves the table out.
         base_model: Hub ids of the base models; None takes those that `facts` names.
-        license: the license id; None writes `other` and tells the reader to look at the base models.
+        license: the license, or its id; None refers to the base models.
+        norms: what was inspected; the card shows `norms.png` beside it.
+        training: the recipes; None leaves them out.
     """
-    named = [name for name in dict.fromkeys(facts.composed_from.values()) if _is_hub_id(name)]
+    named = [name for name in dict.fromkeys(facts.composed_from.values()) if is_hub_id(name)]
     bases = [base_model] if isinstance(base_model, str) else list(base_model or named)
+    license = license if isinstance(license, License) else License(license)
+    if license.id is None and (license.name or license.link):
+        raise NormalignError(
+            "A license's name and link need the license itself: give 'other' or the Hub's id as license."
+        )
+    training = training or Training()
+    # of the two, the language model's license is the one that more often has terms; the text links both
+    language_model = facts.composed_from.get("text")
+    rows = result_rows(results)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="image-text-to-text",
-        license=license or "other",
-        license_name=None if license else "see-base-models",
         base_model=bases or None,
+        datasets=training.datasets or None,
         tags=[*TAGS],
+        **license.metadata(language_model if language_model in bases else bases[0] if bases else None),
     )
     return ModelCard.from_template(
         data,
@@ -119,9 +159,12 @@ def model_card(
         facts=facts,
         norm=facts.aligned_norm,
         bases=bases,
-        license_known=license is not None,
+        license=license,
         code_hashes={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in code},
-        result_rows=result_rows(results),
+        result_rows=rows,
+        norms=norms,
+        norms_figure=NORMS_FIGURE,
+        training=training,
         transformers_version=transformers.__version__,
         normalign_version=__version__,
     )
@@ -136,7 +179,7 @@ def result_rows(results: dict | None) -> list[dict]:
     if results is None:
         return []
     if "tasks" in results:
-        rows = [_task_row(name, task) for name, task in results["tasks"].items()]
+        rows = [_task_row(name, task, results) for name, task in results["tasks"].items()]
         if results.get("average") is not None:
             rows.append({"name": "average", "metric": "", "score": _figure(results["average"]), "n": "", "note": ""})
         return rows
@@ -159,20 +202,16 @@ def result_rows(results: dict | None) -> list[dict]:
     )
 
 
-def _task_row(name: str, task: dict) -> dict:
-    notes = []
-    if task.get("task_version") is not None:
-        notes.append(f"version {task['task_version']}")
-    if task.get("failed"):
-        notes.append(f"{task['failed']} failed")
+def _task_row(name: str, task: dict, results: dict) -> dict:
     stderr = f" ± {_figure(task['stderr'])}" if task.get("stderr") is not None else ""
     score = _figure(task.get("score")) + stderr
+    shown = f"[{name}](https://huggingface.co/datasets/{BENCHMARKS[name][0]})" if name in BENCHMARKS else _cell(name)
     return {
-        "name": _cell(name),
+        "name": shown,
         "metric": _cell(task.get("metric", "")),
         "score": score,
         "n": _cell(task.get("n", "")),
-        "note": _cell(", ".join(notes)),
+        "note": _cell(", ".join(run_notes(results, task))),
     }
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..configuration.errors import NormalignError
-from .card_check import check_card
+from .card_check import account_name, check_card
 from .clean_process import load_in_clean_process
+from .eval_results import EVAL_RESULTS, eval_result_problems
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,7 +29,22 @@ _SECRETS = {
 _SECRET_FILES = re.compile(r"\.env(\..*)?|\.netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx)")
 # In a vocabulary, `/home/` and the like are words of the language, not places.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
-_TEXT_SUFFIXES = {".json", ".jsonl", ".md", ".py", ".jinja", ".txt", ".yaml", ".yml", ".html", ".csv", ".cfg", ".toml"}
+_TEXT_SUFFIXES = {
+    "",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".py",
+    ".jinja",
+    ".txt",
+    ".yaml",
+    ".yml",
+    ".html",
+    ".csv",
+    ".cfg",
+    ".toml",
+}
+_ADDRESS = re.compile(r"\bhttps?://[^\s)>\"']+")
 _HOMES = re.compile(r"(?<![\w.:/~-])(?:/home/|/Users/)[\w.-]+/|\b[A-Za-z]:\\{1,2}Users\\{1,2}[\w.-]+")
 
 _LOAD_SCRIPT = """
@@ -63,8 +79,9 @@ def check_folder(folder: Path, *, load: bool = True) -> list[str]:
         *_weight_problems(folder, files),
         *_pickle_problems(folder, files),
         *_card_file_problems(folder, files),
-        *_secret_problems(folder, files),
-        *_path_problems(folder, files),
+        *_inner_file_problems(folder, files),
+        *secret_problems(folder, files),
+        *path_problems(folder, files, [folder.resolve(), folder.resolve().parent]),
     ]
     if problems:
         raise NormalignError(
@@ -198,10 +215,23 @@ def _card_file_problems(folder: Path, files: list[str]) -> list[str]:
     return [f"README.md: {problem}" for problem in check_card(text) if not problem.field.startswith("line ")]
 
 
+def _inner_file_problems(folder: Path, files: list[str]) -> list[str]:
+    """Files in folders, of which an export has one: results in the Hub's format."""
+    problems = []
+    for name in (name for name in files if "/" in name):
+        if not re.fullmatch(rf"{re.escape(EVAL_RESULTS)}/[^/]+\.yaml", name):
+            problems.append(f"{name} lies in a folder, and an export is flat but for {EVAL_RESULTS}/*.yaml")
+        else:
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            problems += [f"{name}: {problem}" for problem in eval_result_problems(text)]
+    return problems
+
+
 # --- what it gives away
 
 
-def _secret_problems(folder: Path, files: list[str]) -> list[str]:
+def secret_problems(folder: Path, files: list[str]) -> list[str]:
+    """Secrets in files of a folder (of weights in their header), by file and line; a secret itself is never shown."""
     problems = []
     for name in files:
         if _SECRET_FILES.fullmatch(name.rpartition("/")[2]):
@@ -225,15 +255,20 @@ def _readable_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def _path_problems(folder: Path, files: list[str]) -> list[str]:
-    """Places of this machine, or of any user's home, in files that people read."""
-    here, home = folder.resolve(), Path.home()
+def path_problems(folder: Path, files: list[str], places: list[Path]) -> list[str]:
+    """Places of this machine, or of any user's home, and the account's name in a path, in files that people read.
+
+    Args:
+        places: folders, resolved, that the files must not name, beside the home folder.
+    """
+    home, account = Path.home(), account_name()
     # one folder below the root, such as `/data`, is no secret and may well stand in a card's example
-    places = [place for place in (here, here.parent) if len(place.parts) > 2]
+    places = [place for place in dict.fromkeys(places) if len(place.parts) > 2]
     needles = [re.escape(form) + r"(?![\w.-])" for place in places for form in _forms(place)]
     if len(home.parts) > 1:
         needles += [re.escape(form) + r"(?=[/\\])" for form in _forms(home)]
     local = re.compile("|".join([*needles, _HOMES.pattern]))
+    in_a_path = re.compile(rf"[/\\]{re.escape(account)}(?=[/\\])") if account else None
     problems = []
     for name in files:
         path = folder / name
@@ -242,6 +277,9 @@ def _path_problems(folder: Path, files: list[str]) -> list[str]:
         text = path.read_text(encoding="utf-8", errors="replace")
         if found := local.search(text):
             problems.append(f"{name} names the local path {found[0]}")
+        # an owner on the Hub may be called as the account is
+        elif in_a_path and in_a_path.search(_ADDRESS.sub("", text)):
+            problems.append(f"{name} names the account {account} of this machine in a path")
     return problems
 
 

@@ -36,8 +36,9 @@ from .. import __version__
 from ..assembly.loading import explained, quiet_transformers, read_config
 from ..configuration.errors import NormalignError
 from .card_check import Problem, check_card
-from .export import MODEL_CLASSES, code_files
+from .export import code_files
 from .hub_errors import chain_of
+from .source import MODEL_CLASSES
 
 
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib"}

@@ -403,7 +403,17 @@ def export(
     out: Out,
     overwrite: Overwrite = False,
     license: Annotated[
-        str | None, typer.Option(metavar="ID", help="License for the card.  [dim]default: see the base models[/]")
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="License for the card, or 'other'.  [dim]default: license files, else the base models[/]",
+        ),
+    ] = None,
+    license_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of a license that is 'other'.")
+    ] = None,
+    license_link: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where the text of a license that is 'other' stands.")
     ] = None,
     base_model: Annotated[
         list[str] | None,
@@ -414,6 +424,24 @@ def export(
     results: Annotated[
         Path | None,
         typer.Option(parser=_file_to_read, metavar="FILE", help="A results.json whose scores the card shows."),
+    ] = None,
+    inspection: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_folder_to_read, metavar="DIR", help="A report of inspect on MODEL, for table and figure."
+        ),
+    ] = None,
+    recipe: Annotated[
+        list[Path] | None,
+        typer.Option(
+            parser=_file_to_read,
+            metavar="FILE",
+            help="A recipe it was trained by; several in the order of the stages.  [dim]default: recipe.yaml in MODEL[/]",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest weight file: 5GB, 200KB.  [dim]default: by transformers[/]"),
     ] = None,
     space: Annotated[
         bool, typer.Option("--space", help="Write a Gradio app, for a Space, of a model that was exported before.")
@@ -427,10 +455,12 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a self-contained folder for the Hub: weights, code, processor and card."""
+    """Write a self-contained folder for the Hub: weights, code, processor and card. An adapter is merged into its base."""
     if space:
-        if license or base_model or results:
-            raise typer.BadParameter("A Space takes no license, base models or results.", param_hint="'--space'")
+        if any((license, license_name, license_link, base_model, results, inspection, recipe, max_shard_size)):
+            raise typer.BadParameter(
+                "A Space takes none of the options that are for the model and its card.", param_hint="'--space'"
+            )
         from .hub_upload import export_space
 
         with _only_json(as_json):
@@ -444,9 +474,20 @@ def export(
 
     with _only_json(as_json):
         folder = export(
-            model, out, overwrite=overwrite, license=license, base_model=base_model or None, results=scores
+            model,
+            out,
+            overwrite=overwrite,
+            license=license,
+            license_name=license_name,
+            license_link=license_link,
+            base_model=base_model or None,
+            results=scores,
+            inspection=inspection,
+            recipes=recipe or (),
+            max_shard_size=max_shard_size,
         )
-    _report({"out": str(folder)}, as_json)
+    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    _report({"out": str(folder), "files": files}, as_json)
 
 
 @app.command()

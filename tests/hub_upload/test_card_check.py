@@ -95,8 +95,8 @@ def test_metadata_that_cannot_be_read_is_one_problem(text, reason):
         ({"license": "Apache-2.0"}, "license: 'Apache-2.0' is no license id of the Hub; did you mean 'apache-2.0'?"),
         ({"license": "my-own-terms"}, "'my-own-terms' is no license id"),
         ({"license": "[mit, 3]"}, "license[1]: 3 is no license id"),
-        ({"license": "other"}, "license_name: missing"),
-        ({"license": "other", "license_name": "[]"}, "license_name: missing or no text"),
+        ({"license": "other", "license_link": "LICENSE"}, "license_name: missing"),
+        ({"license": "other", "license_name": "[]", "license_link": "LICENSE"}, "license_name: missing or no text"),
         ({"library_name": None}, "library_name: missing"),
         ({"library_name": 4}, "library_name: missing or no text"),
         ({"library_name": "trans formers"}, "library_name: 'trans formers' is no name"),
@@ -124,8 +124,14 @@ def test_each_field_is_named_with_its_fault(fields, expected):
     assert expected in only(**fields)
 
 
-def test_a_license_that_is_other_and_named_is_right():
-    assert problems(license="other", license_name="see-base-models") == []
+@pytest.mark.parametrize("link", ["LICENSE", "LICENSE-vision.txt", "https://example.org/terms"])
+def test_a_license_that_is_other_and_named_with_a_link_is_right(link):
+    assert problems(license="other", license_name="llama-3-research", license_link=link) == []
+
+
+@pytest.mark.parametrize("link", [None, "see above", "../LICENSE", "''"])
+def test_a_license_that_is_other_without_a_link_is_not(link):
+    assert "license_link: 'other' needs it" in only(license="other", license_name="x", license_link=link)
 
 
 RESULT = "task: {type: t}, dataset: {type: d, name: D}, metrics: [{type: m, value: 1}]"

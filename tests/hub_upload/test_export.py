@@ -259,12 +259,6 @@ def folder_with(tmp_path, **contents):
     return tmp_path
 
 
-def test_a_peft_adapter_is_told_to_be_merged(tmp_path):
-    folder_with(tmp_path, adapter_config={"peft_type": "LORA"})
-    with pytest.raises(NormalignError, match="PEFT adapter.*merge_and_unload"):
-        export(tmp_path, tmp_path / "out")
-
-
 def test_a_foreign_model_is_told_to_be_grafted(tmp_path):
     with pytest.raises(NormalignError, match="of type 'llava'.*normalign graft"):
         export(folder_with(tmp_path, config={"model_type": "llava"}), tmp_path / "out")

@@ -23,8 +23,8 @@ def test_card_metadata(exported):
     assert data["library_name"] == "transformers"
     assert data["pipeline_tag"] == "image-text-to-text"
     assert {"normalign", "aligned-norm", "vision-language-model"} <= set(data["tags"])
-    assert data["license"] == "other" and data["license_name"] == "see-base-models"
-    assert "base_model" not in data
+    assert data["license"] == "unknown" and "license_name" not in data
+    assert "base_model" not in data and "datasets" not in data
 
 
 def test_card_names_T_gain_and_gwc_of_this_model(model):
@@ -86,7 +86,8 @@ def test_card_shows_the_results_of_evaluate(model):
     task = {"score": 41.24, "metric": "average", "n": 1500, "failed": 3, "stderr": 1.25, "task_version": 0}
     results = {"model": "/home/me/m", "tasks": {"mmstar": task}, "average": 41.24}
     text = card_of(model, results=results).content
-    assert "| mmstar | average | 41.24 ± 1.25 | 1500 | version 0, 3 failed |" in text
+    link = "[mmstar](https://huggingface.co/datasets/Lin-Chen/MMStar)"
+    assert f"| {link} | average | 41.24 ± 1.25 | 1500 | version 0, 3 failed |" in text
     assert "/home/me" not in text
 
 

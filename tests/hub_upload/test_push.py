@@ -21,6 +21,7 @@ from normalign import push
 from normalign.cli import app
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import push as push_module_function
+from normalign.hub_upload.eval_results import eval_result_files
 
 from .stub_hub import READER, REPO, WRITER, Blob, Drop, StubHub, arrived, contents
 
@@ -106,6 +107,17 @@ def test_a_push_sends_every_file_once_weights_first_and_config_and_card_last(hub
 
 
 @pytest.mark.both_generations
+def test_results_in_their_folder_and_the_figure_arrive_with_the_model(hub, folder):
+    (folder / ".eval_results").mkdir()
+    (folder / ".eval_results" / "pope.yaml").write_text(
+        eval_result_files({"tasks": {"pope": {"score": 1.0}}})["pope.yaml"]
+    )
+    (folder / "norms.png").write_bytes(b"\x89PNG")
+    send(folder)
+    assert arrived(hub) == contents(folder) and ".eval_results/pope.yaml" in arrived(hub)
+    assert send(folder).sent == []
+
+
 def test_a_second_push_sends_nothing_and_says_the_same_commit(hub, folder):
     first = send(folder, revision="v1.0")
     hub.revive()

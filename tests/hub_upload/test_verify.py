@@ -421,7 +421,7 @@ def test_a_config_without_T_is_named(folder):
 
 def test_a_card_that_would_be_rejected_is_named(folder):
     text = (folder / "README.md").read_text(encoding="utf-8")
-    (folder / "README.md").write_text(text.replace("license: other", "license: unheard-of"), encoding="utf-8")
+    (folder / "README.md").write_text(text.replace("license: unknown", "license: unheard-of"), encoding="utf-8")
     found = verify(folder)
     assert [problem.field for problem in found.card] == ["license"]
     assert "the model card: license: 'unheard-of' is no license id" in only_reason(found)

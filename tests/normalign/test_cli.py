@@ -637,25 +637,43 @@ def test_demo_prints_results_as_json(room, tmp_path):
 def test_export_replaces_a_folder_of_other_files_only_when_told_to(room, tmp_path):
     calls = []
     room("hub_upload", export=lambda *args, **kwargs: calls.append((args, kwargs)) or tmp_path)
-    assert json.loads(run("export", "model", "--out", tmp_path, "--json").stdout) == {"out": str(tmp_path)}
+    (tmp_path / ".eval_results").mkdir()
+    for name in ("README.md", ".eval_results/pope.yaml"):
+        (tmp_path / name).touch()
+    written = {"out": str(tmp_path), "files": [".eval_results/pope.yaml", "README.md"]}
+    assert json.loads(run("export", "model", "--out", tmp_path, "--json").stdout) == written
     run("export", "model", "--out", tmp_path, "--overwrite")
     assert [args for args, _ in calls] == [("model", tmp_path)] * 2
     assert [options["overwrite"] for _, options in calls] == [False, True]
 
 
-def test_export_hands_on_license_base_models_and_results(room, tmp_path):
+def test_export_hands_on_what_is_said_for_the_card(room, tmp_path):
     given = {}
     room("hub_upload", export=lambda model, out, **options: given.update(options) or out)
-    (tmp_path / "results.json").write_text('{"accuracy": 0.5}')
-    options = ["--license", "mit", "--base-model", "a/b", "--base-model", "c/d"]
-    results = ["--results", str(tmp_path / "results.json")]
-    assert run("export", "m", "--out", str(tmp_path / "out"), *options, *results).exit_code == 0
-    assert (
-        given["license"] == "mit" and given["base_model"] == ["a/b", "c/d"] and given["results"] == {"accuracy": 0.5}
-    )
+    files = {name: str(tmp_path / name) for name in ("results.json", "one.yaml", "two.yaml")}
+    for file in files.values():
+        Path(file).write_text('{"accuracy": 0.5}')
+    options = ["--license", "other", "--license-name", "x", "--license-link", "https://x", "--max-shard-size", "2GB"]
+    options += ["--base-model", "a/b", "--base-model", "c/d", "--inspection", str(tmp_path)]
+    results = ["--results", files["results.json"]]
+    recipes = ["--recipe", files["one.yaml"], "--recipe", files["two.yaml"]]
+    out = str(tmp_path / "out")
+    assert run("export", "m", "--out", out, *options, *results, *recipes).exit_code == 0
+    assert given == {
+        "overwrite": False,
+        "license": "other",
+        "license_name": "x",
+        "license_link": "https://x",
+        "base_model": ["a/b", "c/d"],
+        "results": {"accuracy": 0.5},
+        "inspection": tmp_path,
+        "recipes": [Path(files["one.yaml"]), Path(files["two.yaml"])],
+        "max_shard_size": "2GB",
+    }
+    assert run("export", "m", "--out", out, "--recipe", tmp_path / "three.yaml").exit_code == 2
     for content in ("[1]", "{"):
         (tmp_path / "results.json").write_text(content)
-        assert run("export", "m", "--out", str(tmp_path / "out"), *results).exit_code == 2
+        assert run("export", "m", "--out", out, *results).exit_code == 2
 
 
 def test_a_mistyped_preset_gets_the_nearest_one():

@@ -1,0 +1,172 @@
+"""Where an exported model comes from: the recipes it was trained by, their data sets, and the licenses that came with it."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import yaml
+
+from ..configuration.backbones import BACKBONES, resolve_backbone
+from ..configuration.errors import NormalignError
+
+
+RECIPE_FILE = "recipe.yaml"
+_LOG_FILE = "train_log.jsonl"
+# Of no meaning on another machine.
+_OF_THE_MACHINE = {"output_dir", "overwrite", "dataloader_workers"}
+_MODEL_KEYS = {"model", "vision", "text", "from_stage", "base_model"}
+# The keys of a recipe's data block whose value names a data set.
+_DATA_SET_KEYS = {"name", "id", "path", "dataset"}
+_DATA_FILES = {".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".zip", ".tar", ".gz", ".npz", ".txt"}
+_LICENSE_FILE = re.compile(r"(licen[sc]e|notice)[\w-]*(\.txt|\.md)?", re.IGNORECASE)
+
+
+@dataclass
+class Training:
+    """The stages of a training in order, as a card may show them, the Hub ids of their data, and the log's last line."""
+
+    stages: list[tuple[str, str]] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
+    last: str | None = None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this is written as owner/name."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
+
+
+# --- recipes
+
+
+def read_training(source: Path, recipes: Sequence[Path] = ()) -> Training:
+    """The recipes given, in the order of the stages; none given, those that `normalign train` left in and beside `source`.
+
+    Args:
+        source: the folder that is exported: a finished stage's, or a checkpoint in one.
+
+    Raises:
+        NormalignError: a recipe is no YAML mapping.
+    """
+    files = list(recipes) or _recipes_of(source)
+    training = Training(last=_last_logged(source))
+    for file in files:
+        recipe = _read_recipe(file)
+        name = str(recipe.get("name") or Path(file).stem)
+        shown = {key: value for key, value in recipe.items() if key not in {"name", *_OF_THE_MACHINE}}
+        shown = _public(shown, "", Path(file).parent)
+        training.stages.append((name, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()))
+        training.datasets += [name for name in _data_sets(shown.get("data")) if name not in training.datasets]
+    return training
+
+
+def _stage_folder(source: Path) -> Path:
+    return source.parent if source.name.startswith("checkpoint-") else source
+
+
+def _recipes_of(source: Path) -> list[Path]:
+    """The recipe in a folder, after those of the stages that it went on from, as far as they lie beside it."""
+    files: list[Path] = []
+    stage = _stage_folder(source)
+    file = next((place / RECIPE_FILE for place in (source, stage) if (place / RECIPE_FILE).is_file()), None)
+    while file is not None and file.is_file() and file not in files:
+        files.insert(0, file)
+        former = _read_recipe(file).get("from_stage")
+        file = stage.parent / former / RECIPE_FILE if isinstance(former, str) and former.strip() else None
+    return files
+
+
+def _read_recipe(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise NormalignError(f"The recipe {file} cannot be read for the card: {reason}") from error
+    if not isinstance(content, dict):
+        raise NormalignError(
+            f"The recipe {file} is no mapping of keys to values. Name the recipe that was trained by."
+        )
+    return content
+
+
+def _public(value: Any, key: str, beside: Path) -> Any:
+    """The same without places of this machine, of what was local only that it was, and without what is not set."""
+    if isinstance(value, dict):
+        return {name: _public(inner, str(name), beside) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_public(inner, key, beside) for inner in value]
+    if not isinstance(value, str) or not _is_local(value, beside):
+        return value
+    return "local model" if key in _MODEL_KEYS else "local data"
+
+
+def _is_local(value: str, beside: Path) -> bool:
+    if value in BACKBONES or "://" in value and not value.startswith("file:"):
+        return False
+    if PurePosixPath(value).is_absolute() or PureWindowsPath(value).drive or value.startswith(("~", ".", "file:")):
+        return True
+    if PurePosixPath(value).suffix.lower() in _DATA_FILES or "\\" in value:
+        return True
+    # a relative folder is written like a Hub id
+    return "/" in value and (value.count("/") > 1 or Path(value).exists() or (beside / value).exists())
+
+
+def _data_sets(data: Any, key: str = "name") -> list[str]:
+    if isinstance(data, dict):
+        return [name for inner, value in data.items() for name in _data_sets(value, str(inner))]
+    if isinstance(data, list):
+        return [name for value in data for name in _data_sets(value, key)]
+    return [data] if isinstance(data, str) and key in _DATA_SET_KEYS and is_hub_id(data) else []
+
+
+def _last_logged(source: Path) -> str | None:
+    """The last step and loss in the training log beside the weights."""
+    file = next(
+        (place / _LOG_FILE for place in (source, _stage_folder(source)) if (place / _LOG_FILE).is_file()), None
+    )
+    if file is None:
+        return None
+    step = int(source.name.rpartition("-")[2]) if re.fullmatch(r"checkpoint-\d+", source.name) else None
+    found = None
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # a run that was killed leaves half a line
+            continue
+        known = isinstance(record, dict) and record.get("loss") is not None and record.get("step") is not None
+        if known and (step is None or record["step"] <= step):
+            found = f"step {record['step']}, loss {record['loss']:.4g}"
+    return found
+
+
+# --- licenses
+
+
+def is_license_file(name: str) -> bool:
+    """Whether a file is called as licenses and notices are: LICENSE, LICENSE.txt, NOTICE, ..."""
+    return bool(_LICENSE_FILE.fullmatch(name))
+
+
+def license_files(folders: Sequence[Path], composed_from: dict[str, str]) -> dict[str, Path]:
+    """The license and notice files to ship, by their name in the export.
+
+    Args:
+        folders: the folders the weights are read from, the nearest first: all of it is read from the first that has any.
+        composed_from: the config's backbones by part; the files of one that is a folder here get the part's name.
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if found := {file.name: file for file in _licenses_in(folder)}:
+            break
+    for part, name in composed_from.items():
+        for file in _licenses_in(Path(resolve_backbone(name)).expanduser()):
+            found.setdefault(f"{file.stem}-{part}{file.suffix}", file)
+    return found
+
+
+def _licenses_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(file for file in folder.iterdir() if file.is_file() and is_license_file(file.name))
