@@ -349,17 +349,29 @@ def train(
         Path,
         typer.Argument(parser=_file_to_read, metavar="RECIPE.yaml", show_default=False, help="What to do."),
     ],
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only look at every row of the data; ends with status 1 when some are bad."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
     from .train_trl import RecipeError, parse_overrides, train
+    from .train_trl import check as check_data
 
     try:
         with _only_json(as_json):
-            folder = train(recipe, parse_overrides(ctx.args))
+            result = (check_data if check else train)(recipe, parse_overrides(ctx.args))
     except RecipeError as error:
         raise _WrongUsage(str(error)) from error
-    _report({"out": str(folder)}, as_json)
+    if not check:
+        _report({"out": str(result)}, as_json)
+        return
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        result.show()
+    raise typer.Exit(1 if result.bad else 0)
 
 
 @app.command()
