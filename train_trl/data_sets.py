@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -28,7 +31,6 @@ ROLES = ("system", "user", "assistant")
 _LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _READ_AT_ONCE = 1 << 22
 _LONGEST_ROW = 1 << 26
-_ROWS_AT_ONCE = 64
 _SHUFFLED_AT_ONCE = 1000
 
 
@@ -352,7 +354,7 @@ def _open_arrow(source: DataSource, path: Path) -> Any:
     """A parquet file, a folder of them or of Dataset.save_to_disk, or a Hub id, as `datasets` opens it."""
     import datasets
 
-    try:
+    with _opening(source.path):
         if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             rows = datasets.load_from_disk(str(path))
             if isinstance(rows, datasets.DatasetDict):
@@ -374,14 +376,21 @@ def _open_arrow(source: DataSource, path: Path) -> Any:
                 f"data.path {source.path} is not there: no such file or folder, and no Hub id (owner/name)."
             )
         return datasets.load_dataset(source.path, split=source.split, streaming=source.streaming)
+
+
+@contextmanager
+def _opening(name: str) -> Iterator[None]:
+    """Turns an error while data are opened or read into one paragraph."""
+    try:
+        yield
     except NormalignError:
         raise
     # what a broken file, a missing repository or no network raises has no common class
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise NormalignError(
-            f"The data {source.path} could not be opened: {reason[:500].rstrip('.')}. A file may be broken; without a "
-            f"network (or with HF_HUB_OFFLINE=1) a Hub id must have been downloaded before."
+            f"The data {name} could not be opened: {reason[:500].rstrip('.')}. A file may be broken; without a network (or "
+            f"with HF_HUB_OFFLINE=1) a Hub id must have been downloaded before."
         ) from error
 
 
@@ -414,6 +423,13 @@ def _mapped(sources: list[DataSource], seed: int) -> Dataset:
         numbers = drawn_rows(len(source), settings.weight, f"{seed} {index}")
         origin.extend([index] * len(numbers))
         row.extend(numbers)
+    if len(opened) > 1 and int(os.environ.get("RANK", 0)) == 0:
+        from rich.console import Console
+
+        shares = (
+            f"{origin.count(index):,} of {len(source):,} rows of {source.name}" for index, source in enumerate(opened)
+        )
+        Console(stderr=True, highlight=False).print(f"An epoch has {', '.join(shares)}.", soft_wrap=True, markup=False)
     if not row:
         raise RecipeError("data.mixture draws no rows: its weights are too small for its data sets.")
     numbers = datasets.Dataset.from_dict(
@@ -496,19 +512,15 @@ def _struct(image: Any, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_shard(source: DataSource, shard: str | int) -> Iterator[Any]:
-    if isinstance(shard, int):
-        rows = _open_arrow(source, Path(source.path).expanduser())
-        yield from rows.shard(rows.num_shards, shard).decode(False)
-    elif _is_json(Path(shard)):
+    if isinstance(shard, str) and _is_json(Path(shard)):
         with open(shard, "rb") as file:
             for start, end in _places(Path(shard)):
                 file.seek(start)
                 yield file.read(end - start)
-    else:
-        import pyarrow.parquet
-
-        try:
-            for batch in pyarrow.parquet.ParquetFile(shard).iter_batches(batch_size=_ROWS_AT_ONCE):
-                yield from batch.to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise NormalignError(f"The data file {shard} is broken: {error}. Copy or download it again.") from error
+        return
+    path = shard if isinstance(shard, str) else source.path
+    rows = _open_arrow(replace(source, path=path), Path(path).expanduser())
+    if isinstance(shard, int):
+        rows = rows.shard(rows.num_shards, shard)
+    with _opening(path):
+        yield from rows.decode(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from array import array
 from collections import Counter
@@ -236,25 +237,46 @@ def check_rows(
     report = RowReport(max_length=longest_row(recipe, config))
     checker = RowChecker(processor, report.max_length)
     report.whole = isinstance(dataset, datasets.Dataset)
-    total = len(dataset) if report.whole else None
+    # each process of a run looks at its share; a stream's first rows are few
+    rank, processes = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+    share = range(rank, len(dataset), processes) if report.whole else None
+    total = len(share) if report.whole else None
     started = time.monotonic()
     with (
-        _bar("rows looked at", total, progress) as advance,
+        _bar("rows looked at", total, progress and rank == 0) as advance,
         ThreadPoolExecutor(max(1, recipe.dataloader_workers)) as threads,
     ):
-        for batch in _batches(dataset):
+        for batch in _batches(dataset, share):
             _look(checker, batch, report, threads)
             advance(len(batch))
+    if report.whole and processes > 1:
+        _put_together_(report, rank, processes)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[dict[str, Any]]]:
-    import datasets
+def _put_together_(report: RowReport, rank: int, processes: int) -> None:
+    """Makes of the reports of all processes' shares one that is the same in each."""
+    import torch
+    from accelerate import PartialState
 
-    if isinstance(dataset, datasets.Dataset):
-        for start in range(0, len(dataset), _ROWS_AT_ONCE):
-            yield _read(dataset, range(start, min(start + _ROWS_AT_ONCE, len(dataset))))
+    for bad in report.bad:
+        bad.index = rank + bad.index * processes
+    PartialState(cpu=not torch.cuda.is_available())
+    shares: list[Any] = [None] * processes
+    torch.distributed.all_gather_object(shares, (report.bad, report.lengths))
+    report.bad = sorted((bad for some, _ in shares for bad in some), key=lambda bad: bad.index)
+    report.rows = sum(len(lengths) for _, lengths in shares)
+    report.lengths = array("l", [0]) * report.rows
+    for first, (_, lengths) in enumerate(shares):
+        report.lengths[first::processes] = lengths
+
+
+def _batches(dataset: Dataset | IterableDataset, share: range | None) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a Dataset that `share` numbers, or the first of a stream, some at a time."""
+    if share is not None:
+        for start in range(0, len(share), _ROWS_AT_ONCE):
+            yield _read(dataset, share[start : start + _ROWS_AT_ONCE])
         return
     rows = islice(dataset, _OF_A_STREAM)
     while batch := list(islice(rows, _ROWS_AT_ONCE)):
@@ -267,7 +289,7 @@ def _read(dataset: Dataset, indices: range) -> list[dict[str, Any]]:
     except MalformedRow as error:
         if len(indices) == 1:
             return [{"problem": str(error), "row": error.row, "source": error.source}]
-    return [row for index in indices for row in _read(dataset, range(index, index + 1))]
+    return [row for place in range(len(indices)) for row in _read(dataset, indices[place : place + 1])]
 
 
 def _look(checker: RowChecker, batch: list[dict[str, Any]], report: RowReport, threads: ThreadPoolExecutor) -> None:

@@ -266,6 +266,12 @@ def check_processor(processor: Any) -> None:
             "The processor's chat template does not mark the assistant's words with {% generation %} ... "
             "{% endgeneration %}, so the loss cannot be kept to them. `normalign compose` writes such a template."
         )
+    own = getattr(processor.tokenizer, "chat_template", None)
+    if own and own != processor.chat_template:
+        raise NormalignError(
+            "The processor and its tokenizer have different chat templates, so prompts would depend on which of the two a "
+            "tool uses. Set processor.tokenizer.chat_template = processor.chat_template, and save the processor again."
+        )
 
 
 def first_images(dataset: Dataset | IterableDataset, count: int = 16) -> list[Any]:

@@ -194,7 +194,6 @@ def test_the_built_in_scenes_are_as_they_are_drawn():
             np.asarray(p).tolist() for p in expected["images"]
         ]
         assert row["messages"][1] == expected["messages"][1]
-    assert len(load_data(recipe_of(name="digit_scenes"))) == 1000
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -310,6 +309,13 @@ def test_a_broken_json_file_is_named_with_the_place(tmp_path, content, words):
     (tmp_path / "rows.json").write_bytes(content)
     with pytest.raises(NormalignError, match=f"The data file .*rows.json {words}"):
         load_data(recipe_of(name="llava", path=str(tmp_path / "rows.json")))
+
+
+def test_a_parquet_file_that_breaks_off_within_a_stream_is_named(folder, tmp_path):
+    whole = (folder / "next" / "train-00000.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:200] + bytes(len(whole) - 600) + whole[-400:])
+    with pytest.raises(NormalignError, match="The data .*cut.parquet could not be opened"):
+        list(load_data(recipe_of(name="llava", path=str(tmp_path / "cut.parquet"), streaming=True, max_steps=1)))
 
 
 def test_data_that_are_not_there_get_one_paragraph(folder, tmp_path):

@@ -1,22 +1,24 @@
 """The look at every row before the first step: what it finds, what is done about it, and the masks of three tokenizers."""
 
+import copy
 import io
 import json
 import logging
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
+from normalign.cli import app
 from normalign.configuration.errors import NormalignError
 from normalign.train_trl import check, load_recipe, train
+from normalign.train_trl.__main__ import main
 from normalign.train_trl.data_sets import load_data
 from normalign.train_trl.recipe import DataSettings, Recipe
 from normalign.train_trl.row_check import check_rows, longest_row, without_bad_rows
-from normalign.train_trl.training import build_trainer, load_or_compose
+from normalign.train_trl.training import build_trainer, check_processor, load_or_compose
 
 
 def png():
@@ -145,7 +147,7 @@ def test_each_image_is_opened_once(file, composed, monkeypatch):
     recipe = recipe_of(file)
     check_rows(load_data(recipe), composed[1], recipe, progress=False)
     names = [path.name for path in opened if hasattr(path, "name")]
-    assert sorted(names) == ["cut.png", "empty.png", "gone.png", *["good.png"] * 7]
+    assert sorted(names) == ["cut.png", "empty.png", "gone.png", *["good.png"] * 5]
 
 
 # --- what is done about it
@@ -209,35 +211,25 @@ def test_training_stops_before_it_starts_or_trains_on_the_good_rows(file, recipe
     assert report.kinds == KINDS
 
 
-def test_the_check_alone_as_a_command(file, recipe_file, tmp_path):
-    """Both programs, in one process: status 1 with bad rows, 0 without; JSON alone on stdout."""
-    data = {"name": "trl", "path": str(file)}
-    path = recipe_file(1, tmp_path, data=data, max_length=150)
-    code = """
-import contextlib, io, json, sys
-from typer.testing import CliRunner
-from normalign.cli import app
-from normalign.train_trl.__main__ import main
-results = []
-for arguments in (["--check", "--json"], ["--check"], ["--check", "--data.name", "digit_scenes"]):
-    done = CliRunner().invoke(app, ["train", sys.argv[1], *arguments])
-    results.append((done.exit_code, done.stdout))
-out = io.StringIO()
-with contextlib.redirect_stdout(out):
-    results.append((main([sys.argv[1], "--check", "--max_length", "149"]), out.getvalue()))
-    results[-1] = (results[-1][0], out.getvalue())
-print(json.dumps(results))
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (as_json, table, clean, module) = json.loads(done.stdout.splitlines()[-1])
-    assert [as_json[0], table[0], clean[0], module[0]] == [1, 1, 0, 1]
-    report = json.loads(as_json[1])
-    assert report["kinds"] == KINDS and report["good"] == 3 and len(report["bad"]) == 10
+def test_the_check_alone_as_a_command(file, recipe_file, tmp_path, capsys):
+    """Of both programs: status 1 with bad rows, 0 without; JSON alone on stdout; nothing is written."""
+    path = str(recipe_file(1, tmp_path, data={"name": "trl", "path": str(file)}, max_length=150))
+
+    def called(*arguments):
+        done = CliRunner().invoke(app, ["train", path, "--check", *arguments])
+        return done.exit_code, done.stdout
+
+    status, out = called("--json")
+    report = json.loads(out)
+    assert status == 1 and report["kinds"] == KINDS and report["good"] == 3 and len(report["bad"]) == 10
     assert report["bad"][0] == {**report["bad"][0], "row": 2, "source": str(file), "kind": "missing image"}
-    assert "13 rows looked at, 3 good, 10 bad" in table[1] and "missing image" in table[1]
-    assert "8 rows looked at, 8 good, 0 bad" in clean[1]
-    assert "limit: 149" in module[1]
+    status, out = called()
+    assert status == 1 and "13 rows looked at, 3 good, 10 bad" in out and "missing image" in out
+    status, out = called("--data.name", "digit_scenes", "--data.rows", "8")
+    assert status == 0 and "8 rows looked at, 8 good, 0 bad" in out
+    assert called("--data.path", "gone.json")[0] == 2
+    assert main([path, "--check", "--max_length", "149"]) == 1
+    assert "limit: 149" in capsys.readouterr().out
     assert not (tmp_path / "stage1").exists()
 
 
@@ -414,3 +406,12 @@ def test_the_chat_template_is_the_same_in_processor_and_tokenizer_after_reloadin
     found = [AutoProcessor.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)]
     texts = [one.apply_chat_template(DIALOGUE, tokenize=False) for one in (*found, composed[1])]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_two_different_chat_templates_are_refused(composed):
+    """R77."""
+    processor = copy.deepcopy(composed[1])
+    check_processor(processor)
+    processor.tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(NormalignError, match="processor and its tokenizer have different chat templates"):
+        check_processor(processor)
