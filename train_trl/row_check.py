@@ -343,11 +343,12 @@ def without_bad_rows(
     if len(report.bad) == report.rows:
         none = "There are no rows to train on." if not report.rows else summary(report)
         raise NormalignError(f"{none} {first_bad(report)} So nothing is left to train on.")
+    if report.bad:
+        logger.warning("%s They are left out (on_bad_row: skip). %s", summary(report), first_bad(report))
     if not isinstance(dataset, datasets.Dataset):
         return dataset.filter(_StreamFilter(RowChecker(processor, report.max_length), recipe.on_bad_row))
     dataset = dataset.add_column("length", list(report.lengths), feature=datasets.Value("int64"))
     if report.bad:
-        logger.warning("%s They are left out (on_bad_row: skip). %s", summary(report), first_bad(report))
         bad = {row.index for row in report.bad}
         dataset = dataset.select([index for index in range(len(dataset)) if index not in bad])
     return dataset

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -346,6 +348,22 @@ def test_data_that_are_not_there_get_one_paragraph(folder, tmp_path):
         with pytest.raises(NormalignError, match=words) as caught:
             load_data(recipe_of(**source))
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
+
+
+def test_the_examples_of_the_docs_are_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    (tmp_path / "photos").mkdir()
+    for name, colour in (("apple", "red"), ("pear", "green")):
+        Image.new("RGB", (9, 9), colour).save(tmp_path / "photos" / f"{name}.jpg", quality=100)
+    counts = {}
+    for name, block in zip(("trl", "llava"), re.findall(r"```json\n(.*?)```", page, re.DOTALL), strict=True):
+        (tmp_path / f"{name}.json").write_text(block)
+        rows = list(load_data(recipe_of(name=name, path=str(tmp_path / f"{name}.json"))))
+        for row in rows:
+            marks = [part["type"] for message in row["messages"] for part in message["content"]].count("image")
+            assert marks == len(open_images(row)) and row["messages"][-1]["role"] == "assistant"
+        counts[name] = [len(row["images"]) for row in rows]
+    assert counts == {"trl": [1, 0, 1], "llava": [1, 2, 0]}
 
 
 # --- mixtures

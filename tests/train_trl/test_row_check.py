@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +151,25 @@ def test_each_image_is_opened_once(file, composed, monkeypatch):
     assert sorted(names) == ["cut.png", "empty.png", "gone.png", *["good.png"] * 5]
 
 
+def test_the_shares_of_two_processes_make_one_report(file, composed, checked, monkeypatch):
+    """The gathering stands in for two processes, of which the second comes first."""
+    sent = {}
+
+    def gather(shares, mine):
+        sent[int(os.environ["RANK"])] = mine
+        shares[:] = [sent.get(0, mine), sent[1]]
+
+    monkeypatch.setattr("accelerate.PartialState", lambda cpu: None)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        report = check_rows(load_data(checked.recipe), composed[1], checked.recipe, progress=False)
+    assert [len(lengths) for _, lengths in (sent[0], sent[1])] == [7, 6]
+    assert report.bad == checked.report.bad and report.rows == checked.report.rows
+    assert report.lengths == checked.report.lengths
+
+
 # --- what is done about it
 
 
@@ -188,6 +208,7 @@ def test_a_stream_is_looked_at_while_it_runs(file, composed, caplog):
     with caplog.at_level(logging.WARNING):
         kept = list(without_bad_rows(rows, report, composed[1], recipe))
     assert sorted(row["row"] for row in kept) == [0, 1, 12]
+    assert "10 of the first 13 rows of the stream cannot be trained on" in caplog.text
     assert "Left out" in caplog.text and "number 10 of this reader" in caplog.text
     with pytest.raises(NormalignError, match="of the first 13 rows of the stream cannot be trained on"):
         without_bad_rows(rows, report, composed[1], recipe_of(file, streaming=True))
