@@ -123,19 +123,25 @@ class _Source:
             if not isinstance(raw, Mapping):
                 raise ValueError(f"it is a {type(raw).__name__}, not a mapping of keys to values")
             messages, images = (_from_llava if self.kind == "llava" else _from_trl)(raw)
-        except ValueError as error:
+            images = [self._undecoded(image) for image in images]
+        # a list where a text should be is a TypeError here and there
+        except (ValueError, TypeError) as error:
             raise MalformedRow(row, str(error)) from error
-        return {"messages": messages, "images": [self._undecoded(image) for image in images], **row}
+        return {"messages": messages, "images": images, **row}
 
     def _undecoded(self, image: Any) -> Any:
         """A path as the struct of `datasets`, seen from the folder of images."""
         if isinstance(image, str | Path):
             image = {"bytes": None, "path": str(image)}
         if isinstance(image, Mapping) and image.get("bytes") is None and image.get("path"):
-            path = image["path"]
+            path = str(image["path"])
             if not path.startswith(("http://", "https://")):
                 path = str(self.folder / Path(path).expanduser())
             return {"bytes": None, "path": path}
+        if not isinstance(image, Mapping | bytes):
+            raise ValueError(
+                f"it has an image of {type(image).__name__}; images are paths, bytes, or both in a struct"
+            )
         return {"bytes": image, "path": None} if isinstance(image, bytes) else image
 
 
@@ -498,17 +504,13 @@ def _read(source: DataSource, shards: list[list[str | int]]) -> Iterator[dict[st
             if left is not None and (left := left - 1) < 0:
                 return
             try:
-                row = formed.formed(raw, number) | {"problem": None}
-                row["images"] = [_struct(image, row) for image in row["images"]]
-                yield row
+                row = formed.formed(raw, number)
+                yield row | {
+                    "images": [{key: image.get(key) for key in ("bytes", "path")} for image in row["images"]],
+                    "problem": None,
+                }
             except MalformedRow as error:
                 yield {"messages": [], "images": [], "row": number, "source": formed.name, "problem": str(error)}
-
-
-def _struct(image: Any, row: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes | None):
-        return {"bytes": image.get("bytes"), "path": image.get("path")}
-    raise MalformedRow(row, f"its image is of type {type(image).__name__}")
 
 
 def _read_shard(source: DataSource, shard: str | int) -> Iterator[Any]:

@@ -245,6 +245,9 @@ def test_an_image_within_a_message_is_found_and_a_mark_in_a_string_is_its_place(
         ({"messages": [{"role": "user", "content": None}]}, "a turn whose text is None"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of content .*video"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of content"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "a message of role"),
+        ({"prompt": 5, "completion": "x"}, "int"),
+        ({"messages": turns("a", "b"), "images": 5, "prompt": "x"}, "an image of int"),
         ([1, 2], "a list, not a mapping"),
         ("{broken", "Expecting property name"),
     ],
@@ -261,6 +264,7 @@ def test_a_row_that_is_no_conversation_is_named_when_it_is_read(tmp_path, row, w
 def test_llavas_turns_are_checked(tmp_path):
     rows = [
         {"conversations": [{"from": "bot", "value": "x"}]},
+        {"conversations": [{"from": ["human"], "value": "x"}]},
         {"image": "a.png"},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "an <image> is literal here"}]},
     ]
@@ -268,9 +272,11 @@ def test_llavas_turns_are_checked(tmp_path):
     rows = load_data(recipe_of(name="llava", path=str(tmp_path / "x.json")))
     with pytest.raises(MalformedRow, match="a turn from 'bot'; turns are from human, gpt or system"):
         rows[0]
-    with pytest.raises(MalformedRow, match="no list of conversations, but the keys image"):
+    with pytest.raises(MalformedRow, match="Row 1 of .*unhashable"):
         rows[1]
-    assert rows[2]["messages"] == turns("a", "an <image> is literal here")
+    with pytest.raises(MalformedRow, match="no list of conversations, but the keys image"):
+        rows[2]
+    assert rows[3]["messages"] == turns("a", "an <image> is literal here")
 
 
 # --- files
