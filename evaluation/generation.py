@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration.errors import NormalignError
+from .images import open_image
 
 
 if TYPE_CHECKING:
@@ -108,26 +109,6 @@ def check_prompt(processor: ProcessorMixin, prompt: str) -> None:
             f"The prompt holds the text {token}, which stands for an image in this model. Leave it out: each image gets "
             f"its place before the prompt by itself."
         )
-
-
-def open_image(path: str | Path) -> Image.Image:
-    """An image file as RGB: turned as its EXIF data says, transparency laid on white.
-
-    Raises:
-        NormalignError: the file is missing, or no image that can be read.
-    """
-    from PIL import Image, ImageOps
-
-    path = Path(path).expanduser()
-    try:
-        with Image.open(path) as file:
-            picture = ImageOps.exif_transpose(file)
-            if picture.has_transparency_data:
-                picture = picture.convert("RGBA")
-                return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
-            return picture.convert("RGB")
-    except (OSError, Image.DecompressionBombError, SyntaxError) as error:
-        raise NormalignError(f"The image {path} cannot be read: {error}") from error
 
 
 def generate_answers(

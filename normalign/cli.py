@@ -353,10 +353,15 @@ def train(
         ),
     ],
     show: Annotated[bool, typer.Option("--show", help="Print the resolved recipe; train nothing.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only look at every row of the data; ends with status 1 when some are bad."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
     from .train_trl import RecipeError, load_recipe, parse_overrides, recipe_as_yaml, train
+    from .train_trl import check as check_data
 
     try:
         if show:
@@ -364,10 +369,17 @@ def train(
             _print_json(asdict(loaded)) if as_json else typer.echo(recipe_as_yaml(loaded), nl=False)
             return
         with _only_json(as_json):
-            folder = train(recipe, parse_overrides(ctx.args))
+            result = (check_data if check else train)(recipe, parse_overrides(ctx.args))
     except RecipeError as error:
         raise _WrongUsage(str(error)) from error
-    _report({"out": str(folder)}, as_json)
+    if not check:
+        _report({"out": str(result)}, as_json)
+        return
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        result.show()
+    raise typer.Exit(1 if result.bad else 0)
 
 
 @app.command()

@@ -1,18 +1,23 @@
-"""`python -m normalign.train_trl RECIPE.yaml [--key value ...]`, for `accelerate launch -m normalign.train_trl`."""
+"""`python -m normalign.train_trl RECIPE.yaml [--check] [--key value ...]`, for `accelerate launch -m normalign.train_trl`."""
 
 import sys
 
 from ..configuration.errors import NormalignError
-from . import RecipeError, parse_overrides, train
+from . import RecipeError, check, parse_overrides, train
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the recipe; 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Runs the recipe, or looks at its rows; 0 done, 1 failed or bad rows, 2 wrong usage, 130 interrupted."""
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stderr.write(f"{__doc__}\n")
         return 0 if arguments else 2
+    changes = [argument for argument in arguments[1:] if argument != "--check"]
     try:
-        train(arguments[0], parse_overrides(arguments[1:]))
+        if len(changes) < len(arguments) - 1:
+            report = check(arguments[0], parse_overrides(changes))
+            report.show()
+            return 1 if report.bad else 0
+        train(arguments[0], parse_overrides(changes))
     except NormalignError as error:
         sys.stderr.write(f"{error}\n")
         return 2 if isinstance(error, RecipeError) else 1

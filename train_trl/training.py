@@ -27,19 +27,21 @@ from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, compl
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .attention import set_attention
 from .callbacks import StageProgress, TrainLog
+from .data_sets import MalformedRow, load_data
+from .images import open_images
 from .not_finite import refuse_loss_not_finite
 from .parts import freeze, frozen_modules, split_groups, training_table
 from .recipe import ARMS, PartFigures, Recipe, RecipeError
 from .recipe_reading import load_recipe
+from .row_check import RowReport, check_rows, without_bad_rows
 from .throughput import Throughput
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from torch import nn
 
 LOG_NAME = "train_log.jsonl"
-_ROWS_AT_ONCE = 256
 # What a run leaves beside its checkpoints: weights, configs, the processor's files and the log.
 _WRITTEN = ("*.safetensors", "*config.json", "*.index.json", LOG_NAME, "chat_template.jinja", "training_args.bin")
 _WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt")
@@ -74,18 +76,15 @@ def run(recipe: Recipe, callbacks: Callable[[nn.Module, ProcessorMixin], list[Tr
         NormalignError: the recipe, the model, the processor or a row of the data does not fit, `output_dir` is not
             empty, or the weights are not finite at the end (nothing is saved then).
     """
-    if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 18):
-        raise NormalignError(
-            f"Training needs transformers 5.18 or newer, whose processors can mark the assistant's tokens; installed "
-            f"is {transformers.__version__}. Run: pip install -U transformers"
-        )
+    check_version()
     check_settings(recipe)
     check_output(recipe)
     set_seed(recipe.seed)
     dataset = load_data(recipe)
     model, processor = load_or_compose(recipe, dataset)
     check_processor(processor)
-    check_supervision(dataset, processor)
+    report = check_rows(dataset, processor, recipe, config=model.config)
+    dataset = without_bad_rows(dataset, report, processor, recipe)
     freeze(model, recipe.tune)
     attention = set_attention(model, recipe.attn_implementation, half_precision=uses_bfloat16(recipe))
     trainer = build_trainer(model, processor, dataset, recipe)
@@ -102,6 +101,32 @@ def run(recipe: Recipe, callbacks: Callable[[nn.Module, ProcessorMixin], list[Tr
         log.close()
     refuse_values_not_finite(model, recipe)
     return save(trainer, recipe.output_dir)
+
+
+def check_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> RowReport:
+    """Looks at the rows that a recipe would train on; see `normalign.train_trl.check`."""
+    recipe = load_recipe(recipe_path, overrides)
+    check_version()
+    dataset = load_data(recipe)
+    if recipe.compose is not None:
+        model, processor = load_or_compose(recipe, dataset)
+        config = model.config
+    else:
+        start = locate("The model", recipe.start_folder())
+        with explained("The model", start):
+            config = NormAlignLlavaConfig.from_pretrained(start)
+        processor = load_processor(start)
+    check_processor(processor)
+    return check_rows(dataset, processor, recipe, config=config)
+
+
+def check_version() -> None:
+    """Raises NormalignError where transformers is too old to train with."""
+    if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 18):
+        raise NormalignError(
+            f"Training needs transformers 5.18 or newer, whose processors can mark the assistant's tokens; installed "
+            f"is {transformers.__version__}. Run: pip install -U transformers"
+        )
 
 
 def check_settings(recipe: Recipe) -> None:
@@ -198,7 +223,7 @@ def refuse_values_not_finite(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, ProcessorMixin]:
+def load_or_compose(recipe: Recipe, dataset: Dataset | IterableDataset) -> tuple[nn.Module, ProcessorMixin]:
     """The model in float32 and its processor, from two backbones or from the folder or Hub id to go on from.
 
     The factor of kind `scale`, which does not normalise, starts from the projected tokens of the first images.
@@ -256,46 +281,28 @@ def check_processor(processor: Any) -> None:
             "The processor's chat template does not mark the assistant's words with {% generation %} ... "
             "{% endgeneration %}, so the loss cannot be kept to them. `normalign compose` writes such a template."
         )
-
-
-def load_data(recipe: Recipe) -> Dataset:
-    """The rows that the recipe trains on, in TRL's conversational form (`messages`, `images`)."""
-    from .digit_scenes import digit_scenes_dataset
-
-    data = recipe.data
-    return digit_scenes_dataset(data.rows or 1000, seed=data.seed, split="train", stage=data.stage)
-
-
-def first_images(dataset: Dataset, count: int = 16) -> list[Any]:
-    """The first `count` images of the data, or those of its first hundred rows where they are fewer."""
-    return [image for row in dataset.select(range(min(len(dataset), 100))) for image in row["images"]][:count]
-
-
-def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
-    """Looks at every row before the first step, without decoding images.
-
-    Raises:
-        NormalignError: a row has no token that the loss sees, or an image placeholder among them (the row is named).
-    """
-    messages = dataset.select_columns("messages")
-    for start in range(0, len(dataset), _ROWS_AT_ONCE):
-        rows = messages[start : start + _ROWS_AT_ONCE]["messages"]
-        tokens = processor.tokenizer.apply_chat_template(
-            rows,
-            chat_template=processor.chat_template,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+    own = getattr(processor.tokenizer, "chat_template", None)
+    if own and own != processor.chat_template:
+        raise NormalignError(
+            "The processor and its tokenizer have different chat templates, so prompts would depend on which of the two a "
+            "tool uses. Set processor.tokenizer.chat_template = processor.chat_template, and save the processor again."
         )
-        for offset, (ids, mask) in enumerate(zip(tokens["input_ids"], tokens["assistant_masks"])):
-            supervised = [token for token, marked in zip(ids, mask) if marked]
-            if not supervised:
-                problem = "has no assistant token to learn from: its answer is missing"
-            elif processor.image_token_id in supervised:
-                problem = "has an image placeholder within the assistant's answer, where the loss would see it"
-            else:
-                continue
-            raise NormalignError(f"Row {start + offset} of the data {problem}. It reads: {str(rows[offset])[:300]}")
+
+
+def first_images(dataset: Dataset | IterableDataset, count: int = 16) -> list[Any]:
+    """The first `count` images of the data, or those of its first hundred rows where they are fewer."""
+    images, rows = [], iter(dataset)
+    for _ in range(100):
+        try:
+            row = next(rows, None)
+            if row is None or len(images) >= count:
+                break
+            images += open_images(row)
+        except MalformedRow:
+            break  # the check of the rows, which comes next, names it
+        except NormalignError:
+            continue
+    return images[:count]
 
 
 class AlignedSFTTrainer(SFTTrainer):
@@ -336,7 +343,19 @@ class AlignedSFTTrainer(SFTTrainer):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
 
 
-def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset, recipe: Recipe) -> AlignedSFTTrainer:
+class _OpeningCollator:
+    """TRL's collator, for rows whose images are not opened yet."""
+
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, rows):
+        return self.collate([{**row, "images": open_images(row)} for row in rows])
+
+
+def build_trainer(
+    model: nn.Module, processor: ProcessorMixin, dataset: Dataset | IterableDataset, recipe: Recipe
+) -> AlignedSFTTrainer:
     """TRL's trainer with the recipe's figures, the log and the progress bar.
 
     Raises:
@@ -349,6 +368,7 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
     figures = (recipe.learning_rate, recipe.weight_decay)
     if any(len(figure.given()) > 1 for figure in figures):
         trainer.figures_by_part = figures
+    trainer.data_collator = _OpeningCollator(trainer.data_collator)
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.throughput = Throughput(model.config.image_token_id, model.config.image_seq_length)
@@ -381,7 +401,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         assistant_only_loss=True,
         max_length=None,
         packing=False,
-        remove_unused_columns=True,
+        remove_unused_columns=False,  # rows are read from columns that only number them
         dataloader_num_workers=recipe.dataloader_workers,
         dataloader_pin_memory=gpu,
         logging_steps=recipe.logging_steps,

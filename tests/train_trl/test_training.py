@@ -21,7 +21,6 @@ from normalign.train_trl.parts import PARTS, freeze, part_of, training_table
 from normalign.train_trl.training import (
     build_trainer,
     check_processor,
-    check_supervision,
     load_data,
     load_or_compose,
     training_arguments,
@@ -460,26 +459,6 @@ def test_a_batch_without_images_changes_nothing_where_the_language_model_is_froz
     record = log_of(recipe.output_dir)[0]
     assert all(record[f"update/{part}"] == 0 for part in PARTS)
     assert math.isfinite(record["loss"])
-
-
-def test_a_row_without_an_answer_is_named_before_the_first_step(composed):
-    recipe, _, processor = composed()
-    rows = digit_scenes_dataset(3).map(
-        lambda row, index: {"messages": row["messages"][:1] if index == 2 else row["messages"]}, with_indices=True
-    )
-    with pytest.raises(NormalignError, match="Row 2 of the data has no assistant token to learn from"):
-        check_supervision(rows, processor)
-
-
-def test_a_placeholder_in_an_answer_is_named_before_the_first_step(composed):
-    recipe, _, processor = composed()
-
-    def spoil(row):
-        row["messages"][1]["content"][0]["text"] = "<image>"
-        return row
-
-    with pytest.raises(NormalignError, match="Row 0 of the data has an image placeholder"):
-        check_supervision(digit_scenes_dataset(1).map(spoil), processor)
 
 
 def test_a_bare_tokenizer_is_refused(composed):
