@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ Summary = dict[str, Any]
 _COLOURS = {"none": INK, "default": FOURTH, "aligned": TEXT, "aligned_gwc": VISUAL, "rms": THIRD, "scale": FIFTH}
 _PARTS = ("vision", "projector", "norm", "language")
 _SIZE = (4.8, 3.4)
+_LEGEND_COLUMNS = 4
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Panel:
     title: str
     caption: str
     draw: Callable[[Axes, Summary], None]
+    left: float = 0.16  # margin, as a share of the width
 
 
 def draw_ablation(summary: Summary) -> dict[str, Figure]:
@@ -38,14 +41,16 @@ def draw_ablation(summary: Summary) -> dict[str, Figure]:
     figures = {}
     for name, panel in PANELS.items():
         with style():
-            figure = Figure(figsize=_SIZE, layout="constrained")
-            axes = figure.subplots()
+            figure = Figure(figsize=_SIZE)
+            # fixed margins: panels line up on a page, and no time goes into finding a layout
+            bottom = 0.19 + 0.06 * math.ceil(len(summary["arms"]) / _LEGEND_COLUMNS)
+            axes = figure.add_axes((panel.left, bottom, 0.98 - panel.left, 0.92 - bottom))
             panel.draw(axes, summary)
             if not axes.has_data():
                 continue
             axes.set_title(panel.title)
             arms = [Line2D([], [], color=_COLOURS[arm], marker="o", label=arm) for arm in summary["arms"]]
-            figure.legend(handles=arms, loc="outside lower center", ncols=min(len(arms), 4))
+            figure.legend(handles=arms, loc="lower center", ncols=_LEGEND_COLUMNS)
             figures[name] = figure
     return figures
 
@@ -56,7 +61,8 @@ def draw_ablation(summary: Summary) -> dict[str, Figure]:
 def _points(axes: Axes, place: float, figures: dict[str, Any], arm: str, filled: bool = True) -> None:
     """The runs as small dots, their mean as a large one, and its interval."""
     colour, values = _COLOURS[arm], figures["values"]
-    axes.plot([place] * len(values), values, linestyle="", marker="o", markersize=3, color=colour, alpha=0.35)
+    if filled:
+        axes.plot([place] * len(values), values, linestyle="", marker="o", markersize=3.5, color=colour, alpha=0.45)
     error = None if figures["low"] is None else _error(figures)
     face = colour if filled else "none"
     axes.errorbar(
@@ -100,8 +106,10 @@ def _accuracy(axes: Axes, summary: Summary) -> None:
         axes.plot(range(len(arms)), values, color=FAINT, linewidth=1, zorder=1)
     for place, arm in enumerate(arms):
         _points(axes, place, summary["arms"][arm]["accuracy"], arm)
-    axes.set_xticks(range(len(arms)), arms)
+    axes.set_xticks(range(len(arms)), arms, fontsize=9 if len(arms) < 5 else 8)
     axes.set(ylabel="share of answers right", xlim=(-0.5, len(arms) - 0.5))
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -0.02), min(high, 1.02))
 
 
 def _by_kind(axes: Axes, summary: Summary) -> None:
@@ -127,6 +135,7 @@ def _differences(axes: Axes, summary: Summary) -> None:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
+        axes.locator_params(axis="x", nbins=6)
         axes.set(xlabel=f"accuracy minus that of {first}")
 
 
@@ -135,23 +144,22 @@ def _differences(axes: Axes, summary: Summary) -> None:
 
 def _curve(name: str, unit: str, log: bool = False) -> Callable[[Axes, Summary], None]:
     def draw(axes: Axes, summary: Summary) -> None:
-        for arm, figures in summary["arms"].items():
-            points = figures["curves"].get(name, [])
+        curves = {arm: figures["curves"].get(name) for arm, figures in summary["arms"].items()}
+        measured = {arm: points for arm, points in curves.items() if points}
+        if not measured:
+            return
+        for arm, points in measured.items():
             steps = [point["step"] for point in points]
             means = [point["mean"] for point in points]
             axes.plot(steps, means, color=_COLOURS[arm], marker="o" if len(steps) < 4 else None)
-            if points and points[0]["low"] is not None:
+            if points[0]["low"] is not None:
                 low, high = ([point[end] for point in points] for end in ("low", "high"))
                 axes.fill_between(steps, low, high, color=_COLOURS[arm], alpha=0.15, linewidth=0)
-        _log_if_wide(axes, _means_of(summary, name), log)
+        _limit(axes, [point["mean"] for points in measured.values() for point in points], name, log)
         _stages(axes, summary)
         axes.set(xlabel="optimizer steps, all stages", ylabel=unit)
 
     return draw
-
-
-def _means_of(summary: Summary, curve: str) -> list[float]:
-    return [point["mean"] for figures in summary["arms"].values() for point in figures["curves"].get(curve, [])]
 
 
 def _stages(axes: Axes, summary: Summary) -> None:
@@ -162,12 +170,24 @@ def _stages(axes: Axes, summary: Summary) -> None:
         axes.axvline(done, color=INK, linestyle=":", linewidth=1)
 
 
-def _log_if_wide(axes: Axes, values: Sequence[float], wanted: bool = True, factor: float = 10) -> None:
-    """A logarithmic scale where the means span more than `factor`, with room for what an interval has below them."""
+def _limit(axes: Axes, means: Sequence[float], name: str, log: bool) -> None:
+    """The range of the means, and of the intervals only as far as they stay near it and possible."""
+    if _log_if_wide(axes, means, log):
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(
+        max(low, -0.02 if "accuracy" in name else 0), min(high, 1.02 if "accuracy" in name else 2 * max(means))
+    )
+
+
+def _log_if_wide(axes: Axes, values: Sequence[float], wanted: bool = True, factor: float = 10) -> bool:
+    """A logarithmic scale where the means span more than `factor`; whether it was set."""
     positive = [value for value in values if value > 0]
-    if wanted and positive and max(positive) > factor * min(positive):
+    wide = wanted and bool(positive) and max(positive) > factor * min(positive)
+    if wide:
         axes.set_yscale("log", nonpositive="clip")
         axes.set_ylim(min(positive) / 2, max(positive) * 2)
+    return wide
 
 
 def _turns(axes: Axes, summary: Summary) -> None:
@@ -203,7 +223,8 @@ def _by_part(key: str, unit: str) -> Callable[[Axes, Summary], None]:
                     _points(axes, place, figures, arm)
         axes.set_xticks(range(len(trained)), list(trained.values()))
         axes.set_ylabel(unit)
-        _log_if_wide(axes, [value for measure in trained for value in means[measure]], factor=5)
+        if not _log_if_wide(axes, [value for measure in trained for value in means[measure]], factor=5):
+            axes.set_ylim(bottom=0)
 
     return draw
 
@@ -231,6 +252,7 @@ PANELS = {
         "Differences of accuracy, seed by seed",
         "Mean of the differences with its 95% interval. An interval that holds 0 shows no difference.",
         _differences,
+        left=0.2,
     ),
     "curve_accuracy": Panel(
         "Accuracy on questions, on the way",
@@ -279,7 +301,7 @@ PANELS = {
     ),
     "update": Panel(
         "Relative update by part",
-        "|dW| / |W| of one optimizer step, mean over the logged steps of a stage.",
+        "How far one optimizer step moves the weights, |dW| / |W|; mean over the logged steps of a stage.",
         _by_part("update", "|dW| / |W|"),
     ),
     "clipping": Panel(

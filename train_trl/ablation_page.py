@@ -13,6 +13,7 @@ from ..inspection.schema import number
 from .ablation_summary import (
     MEASURE_WORDS,
     good_direction,
+    higher,
     question_kinds,
     sentences,
     signed,
@@ -148,7 +149,7 @@ def _held_out_words(summary: Summary) -> dict[str, str]:
 
 
 def _at_the_end(summary: Summary) -> Table:
-    note = "Losses are nats a token. In brackets the 95% t-interval over seeds."
+    note = "Losses are nats a token. In brackets the 95% t-interval over seeds; with few seeds it may pass what is possible."
     return _by_arm(summary, "At the end, on held-out rows", _held_out_words(summary), note)
 
 
@@ -172,7 +173,8 @@ def _differences(summary: Summary) -> Table:
 
 def _judged(pair: dict[str, Any], measure: str) -> str:
     judged = verdict(pair, good_direction(measure))
-    return with_interval(pair, signed) + (f", {judged}" if judged in ("better", "worse") else "")
+    judged = f", {judged}" if judged in ("better", "worse") else ""
+    return f"{with_interval(pair, signed)}, {higher(pair)}{judged}"
 
 
 def _after_stages(summary: Summary) -> Table:
@@ -196,14 +198,17 @@ def _steps_to(summary: Summary) -> Table:
     ]
     note = (
         "Steps over all stages until a measurement first showed it: median over all seeds, where one that never did counts "
-        "as later than any other; in brackets how many did."
+        "as later than any other, so that there is none where half or fewer did; in brackets how many did."
     )
     return Table("Steps to reach a level", ["", *summary["arms"]], rows, note)
 
 
 def _reached(steps: dict[str, Any]) -> str:
-    count = f"({steps['reached']} of {steps['of']})"
-    return f"{'not reached' if steps['median'] is None else number(steps['median'])} {count}"
+    if steps["median"] is None:
+        shown = "no median" if steps["reached"] else "never"
+    else:
+        shown = f"{steps['median']:g}"
+    return f"{shown} ({steps['reached']} of {steps['of']})"
 
 
 def _gains(summary: Summary) -> Table:

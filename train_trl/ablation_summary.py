@@ -176,10 +176,10 @@ def _held_out(figures: dict[str, dict[str, float]]) -> dict[str, float]:
         raise NormalignError(
             "A run was measured without questions on pictures: give `questions` and `curve_rows` above 0."
         )
-    measures = {
-        "accuracy": sum(kind["n"] * kind["accuracy"] for kind in questions.values()) / rows,
-        "question_loss": sum(kind["n"] * kind["loss"] for kind in questions.values()) / rows,
-    }
+    # counted in whole answers, so that equal runs are equal to the last bit
+    right = sum(round(kind["n"] * kind["accuracy"]) for kind in questions.values())
+    loss = sum(kind["n"] * kind["loss"] for kind in questions.values())
+    measures = {"accuracy": right / rows, "question_loss": loss / rows}
     for kind in set(figures) & set(_NOT_QUESTIONS):
         measures |= {f"{kind}_{name}": figures[kind][name] for name in ("loss", "accuracy")}
     return measures
@@ -343,6 +343,9 @@ def _log_curves(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """From the training logs; a step in which a run has no value (no norm, no picture in the batch) has no point."""
     offsets = _offsets(runs[0])
     curves: dict[str, list[dict[str, Any]]] = {}
+    if runs[0]["gain_start"] is not None:
+        start = {"stage": runs[0]["stages"][0]["stage"], "step": 0}
+        curves["gain_abs_mean"] = [{**start, **interval([run["gain_start"] for run in runs])}]
     for name, key in _OF_LOG.items():
         for place, stage in enumerate(runs[0]["stages"]):
             for lines in zip(*[run["stages"][place]["log"] for run in runs]):
@@ -375,7 +378,10 @@ MEASURE_WORDS = {
 _ROW_WORDS = {"caption": "captions", "text_only": "questions on text alone"}
 _PART_WORDS = {"vision": "vision encoder", "projector": "projector"}
 _WHEN_WORDS = {"before": "at the start", "after": "after training"}
-_VERDICTS = ("better", "worse", "higher", "lower", "no difference shown", "one seed, so no difference can be shown")
+_NO_SPREAD = "the same difference with every seed, so no interval and nothing shown"
+_ONE_SEED = "one seed, so no difference can be shown"
+_SHOWN = ("better", "worse", "higher", "lower")
+_VERDICTS = (*_SHOWN, "no difference shown", _NO_SPREAD, _ONE_SEED)
 
 
 def sentences(summary: dict[str, Any]) -> list[str]:
@@ -385,11 +391,17 @@ def sentences(summary: dict[str, Any]) -> list[str]:
 
 
 def verdict(figures: dict[str, Any], good: int = 0, even: float = 0) -> str:
-    """What an interval shows: nothing where it holds `even`, else better or worse (higher or lower where `good` is 0)."""
+    """What an interval shows: nothing where it holds `even`, else better or worse (higher or lower where `good` is 0).
+
+    Seeds that differ by one and the same amount, as a share of few rows may, give an interval without width, which says
+    nothing on how far other seeds would move it.
+    """
     if figures["low"] is None:
-        return _VERDICTS[-1]
+        return _ONE_SEED
     if figures["low"] <= even <= figures["high"]:
         return "no difference shown"
+    if figures["high"] - figures["low"] <= 1e-9 * abs(figures["mean"]):
+        return _NO_SPREAD
     above = figures["mean"] > even
     if good == 0:
         return "higher" if above else "lower"
@@ -406,6 +418,12 @@ def with_interval(figures: dict[str, Any], show: Callable[[float], str] = lambda
 def signed(value: float) -> str:
     """A difference with its sign."""
     return f"{'+' if value > 0 else ''}{number(float(value), 3)}"
+
+
+def higher(pair: dict[str, Any]) -> str:
+    """With how many seeds the first of two arms was higher."""
+    same = f", {pair['same']} the same" if pair["same"] else ""
+    return f"{pair['higher']} of {len(pair['values'])} seeds higher{same}"
 
 
 def question_kinds(summary: dict[str, Any]) -> list[str]:
@@ -451,8 +469,10 @@ def _norms(summary: dict[str, Any]) -> Said:
         return [("(a) Not measured: the arm none, without a norm, was not run.", 0)]
     measures = summary["arms"]["none"]["measures"]
     ratios = {words: measures[f"projected_ratio/{when}"] for when, words in _WHEN_WORDS.items()}
-    shown = " and ".join(f"{with_interval(ratio)} times {words}" for words, ratio in ratios.items())
-    said = [(f"(a) Without a norm, the norm of projected visual tokens was that of text embeddings {shown}.", 0)]
+    shown = " and ".join(f"{with_interval(ratio)} {words}" for words, ratio in ratios.items())
+    said = [
+        (f"(a) Without a norm, the ratio of projected visual tokens' norm to that of text embeddings was {shown}.", 0)
+    ]
     if low := [words for words, ratio in ratios.items() if ratio["mean"] < LEAST_RATIO]:
         said.append(
             (
@@ -469,8 +489,10 @@ def _turns(summary: dict[str, Any]) -> Said:
     turned = {words: measures.get(f"turn_ratio/{when}") for when, words in _WHEN_WORDS.items()}
     if None in turned.values():
         return [("(b) Not measured: the turns through the layers without a norm are not known.", 0)]
-    shown = " and ".join(f"{with_interval(ratio)} times {words}{_pace(ratio)}" for words, ratio in turned.items())
-    said = [(f"(b) Without a norm, visual tokens turned as far through the layers as text tokens do {shown}.", 0)]
+    shown = " and ".join(f"{with_interval(ratio)} {words}{_pace(ratio)}" for words, ratio in turned.items())
+    said = [
+        (f"(b) Without a norm, the turns of visual tokens over those of text tokens, all layers, were {shown}.", 0)
+    ]
     names = {f"turn_ratio/{when}": f"turns of visual over text tokens {words}" for when, words in _WHEN_WORDS.items()}
     for arm in summary["arms"]:
         said += _compared(summary, "b", arm, "none", names, {})
@@ -481,7 +503,7 @@ def _pace(ratio: dict[str, Any]) -> str:
     if ratio["low"] is None:
         return ""
     judged = verdict(ratio, even=1)
-    return {"lower": ", more slowly", "higher": ", faster"}.get(judged, f", {judged}")
+    return {"lower": " (they turn more slowly)", "higher": " (they turn faster)"}.get(judged, f" ({judged})")
 
 
 def _helps(summary: dict[str, Any]) -> Said:
@@ -547,21 +569,13 @@ def _compared(
     found: dict[str, list[str]] = {}
     for measure, words in factors.items():
         if measure in pairs and (factor := pairs[measure]["factor"]) is not None:
-            found.setdefault(verdict(factor, even=1), []).append(f"{words}, {with_interval(factor)} times")
+            found.setdefault(verdict(factor, even=1), []).append(f"{words} {with_interval(factor)} times")
     for measure, words in differences.items():
         if measure in pairs:
-            pair = pairs[measure]
-            judged = verdict(pair, good_direction(measure))
-            found.setdefault(judged, []).append(f"{words}, {with_interval(pair, signed)}{_counts(pair)}")
+            judged = verdict(pairs[measure], good_direction(measure))
+            counts = f", {higher(pairs[measure])}" if judged in _SHOWN else ""
+            found.setdefault(judged, []).append(f"{words} {with_interval(pairs[measure], signed)}{counts}")
     if not found:
         return []
     shown = ". ".join(f"{judged.capitalize()}: {'; '.join(found[judged])}" for judged in _VERDICTS if judged in found)
     return [(f"({claim}) {arm} against {other}. {shown}.", sum(map(len, found.values())))]
-
-
-def _counts(pair: dict[str, Any]) -> str:
-    seeds = len(pair["values"])
-    if seeds == 1:
-        return ""
-    same = f", the same with {pair['same']}" if pair["same"] else ""
-    return f", higher with {pair['higher']} of {seeds} seeds{same}"
