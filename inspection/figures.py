@@ -27,8 +27,9 @@ _COLOURS = {
     "text": ("#1f6fb4", "#6db5f2"),
     "third": ("#2a9d6f", "#58cf9d"),
     "fourth": ("#8e5bb5", "#c49ae6"),
+    "fifth": ("#b8456b", "#f08fb0"),
 }
-INK, FAINT, VISUAL, TEXT, THIRD, FOURTH = (light for light, _ in _COLOURS.values())
+INK, FAINT, VISUAL, TEXT, THIRD, FOURTH, FIFTH = (light for light, _ in _COLOURS.values())
 _OF_MODALITY = {"visual": VISUAL, "text": TEXT}
 _LINES = ("-", "--", ":", "-.")
 _STYLE = {
@@ -81,7 +82,7 @@ def draw_panel(name: str, reports: Reports) -> Figure:
     """One panel as a figure of its own."""
     from matplotlib.figure import Figure
 
-    with _style():
+    with style():
         figure = Figure(figsize=_SIZE)
         # fixed margins: panels line up on a page, and no time goes into finding a layout
         _draw(figure.add_axes((0.135, 0.15, 0.845, 0.76)), name, reports)
@@ -99,7 +100,7 @@ def draw_panels(names: Sequence[str], reports: Reports, columns: int = 3) -> Fig
 
     columns = min(columns, len(names))
     rows = math.ceil(len(names) / columns)
-    with _style():
+    with style():
         figure = Figure(figsize=(columns * _SIZE[0], rows * _SIZE[1]), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, name in zip(grid, names):
@@ -113,7 +114,7 @@ def draw_evolution(steps: Sequence[int], reports: Sequence[dict[str, Any]]) -> F
     """How training changes a model: norms at the interface, the first layer's turn, and all layers' turns over time."""
     from matplotlib.figure import Figure
 
-    with _style():
+    with style():
         figure = Figure(figsize=(13, 3.6), layout="constrained")
         norms, turns, layers = figure.subplots(1, 3)
         for part, colour in (("projector", THIRD), ("inserted", VISUAL)):
@@ -142,14 +143,14 @@ def draw_evolution(steps: Sequence[int], reports: Sequence[dict[str, Any]]) -> F
 
 def save_png(figure: Figure, path: Any) -> None:
     """Writes a figure as PNG on white."""
-    with _style():
+    with style():
         figure.savefig(path, dpi=140)
 
 
 def svg(figure: Figure) -> str:
     """A figure as SVG without background, sharp at every size, whose colours follow a dark page."""
     drawn = io.StringIO()
-    with _style():
+    with style():
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     picture = drawn.getvalue()
     rules = [":root{", "@media (prefers-color-scheme: dark){:root{"]
@@ -163,7 +164,8 @@ def svg(figure: Figure) -> str:
 
 
 @contextmanager
-def _style():
+def style():
+    """The house style of figures, for what is drawn and saved within."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
