@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ..configuration.errors import NormalignError
 from .recipe import ARMS, Recipe, RecipeError
@@ -139,6 +141,10 @@ def _check(ablation: Ablation) -> None:
         raise NormalignError(f"There is no arm {', '.join(unknown) or 'given'}. Choose from {', '.join(ARMS)}.")
     if len(set(ablation.arms)) < len(ablation.arms):
         raise NormalignError(f"An arm is named twice: {', '.join(ablation.arms)}.")
+    counts = ("questions", "captions", "text_only", "curve_rows", "measure_every")
+    for name in counts:
+        if getattr(ablation, name) < 1:
+            raise NormalignError(f"{name} must be at least 1, got {getattr(ablation, name)}: each is measured.")
     if ablation.seeds < 1:
         raise NormalignError(f"An ablation needs at least one seed, got {ablation.seeds}.")
     for file in ablation.recipes:
@@ -152,7 +158,7 @@ def _check(ablation: Ablation) -> None:
 
 def _open_folder(out: Path, ablation: Ablation) -> Path:
     note = out / "settings.json"
-    settings = json.loads(json.dumps({**asdict(ablation), "content": [_content(f) for f in ablation.recipes]}))
+    settings = json.loads(json.dumps({**asdict(ablation), "recipes": [_content(file) for file in ablation.recipes]}))
     if note.is_file():
         found = json.loads(note.read_text(encoding="utf-8"))
         # more seeds or arms may be added to what is there
@@ -215,17 +221,17 @@ def _run(ablation: Ablation, arm: str, seed: int, folder: str) -> str:
     for file in ablation.recipes:
         recipe = _of_run(load_recipe(file, {**ablation.overrides, "arm": arm}), seed, folder)
         check_settings(recipe)
-        measured: dict[str, Any] = {}
 
-        def callbacks(model, processor, recipe=recipe, measured=measured):
+        def callbacks(model, processor, recipe=recipe):
             rows = digit_scene_held_out(*[ablation.curve_rows] * 3)
             if not ends:
-                ends["before"] = _inspect(model, processor)
+                norm = model.get_aligned_norm()
+                ends["before"], ends["gain"] = _inspect(model, processor), norm and norm.weight.detach().clone()
             return [_curve(HeldOut(processor, rows), ablation.measure_every, recipe.name, curve)]
 
-        with quiet_transformers():
+        with _quiet(), quiet_transformers():
             run(recipe, callbacks)
-        stages.append({"stage": recipe.name, **_means_of_log(recipe), **measured})
+        stages.append({"stage": recipe.name, **_means_of_log(recipe)})
     from ..evaluation.generation import load_model
 
     model, processor = load_model(recipe.output_dir)
@@ -238,10 +244,13 @@ def _run(ablation: Ablation, arm: str, seed: int, folder: str) -> str:
         "stages": stages,
         "before": ends["before"],
         "after": _inspect(model, processor),
-        "gain": _gain(model),
-        "gain_start": stages[0]["log"][0]["aligned_norm/gain_abs_mean"],
+        "gain": _gain(model, ends["gain"]),
+        "gain_start": None if ends["gain"] is None else ends["gain"].abs().mean().item(),
     }
     _write_json(folder / "result.json", result)
+    # what was measured stays; the weights of dozens of runs would fill the disk
+    for weights in folder.glob("*/*.safetensors"):
+        weights.unlink()
     return f"{arm}, seed {seed}"
 
 
@@ -282,12 +291,26 @@ def _inspect(model, processor) -> dict[str, Any]:
     }
 
 
-def _gain(model) -> dict[str, float] | None:
+def _gain(model, start: torch.Tensor | None) -> dict[str, float] | None:
     norm = model.get_aligned_norm()
     if norm is None:
         return None
     gain = norm.weight.detach().float()
-    return {"abs_mean": gain.abs().mean().item(), "l2": gain.norm().item()}
+    moved = (gain - start).norm() / start.norm()
+    return {"abs_mean": gain.abs().mean().item(), "l2": gain.norm().item(), "relative_movement": moved.item()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and tables of each training, which would bury the one bar over all runs."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            yield
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 _KEPT_OF_LOG = ("step", "loss", "aligned_norm/gain_abs_mean", "aligned_norm/gain_l2", "norm/visual_in", "norm/ratio")
@@ -310,5 +333,5 @@ def _means_of_log(recipe: Recipe) -> dict[str, Any]:
 def _write_json(file: Path, content: Any) -> None:
     """Whole or not at all."""
     aside = file.with_name(f".{file.name}")
-    aside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     aside.replace(file)

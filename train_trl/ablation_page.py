@@ -221,7 +221,7 @@ def _gains(summary: Summary) -> Table:
         for arm, figures in summary["arms"].items()
         if "gain/start" in figures["measures"]
     ]
-    head = ["", "mean |gain|, start", "mean |gain|, end", "L2, end", "movement of mean |gain|"]
+    head = ["", "mean |gain|, start", "mean |gain|, end", "L2, end", "moved, of its length"]
     return Table("Gain of the norm", head, rows, "The figures of the paper's Table 5, here after all stages.")
 
 

@@ -10,7 +10,7 @@ has the mean of each over its seeds, and two arms the differences seed by seed. 
     ratio/before           norm of inserted tokens over text embeddings; so too ratio/after, and projected_ratio/,
                            projected_norm/, inserted_norm/, text_norm/, turn_ratio/ (turns of visual tokens over text
                            tokens, added up over the layers) with before and after
-    gain/start, gain/end   mean |gain|; gain/end_l2; gain/movement is |end / start - 1|
+    gain/start, gain/end   mean |gain|; gain/end_l2; gain/movement is |g_end - g_start| / |g_start|
     STAGE/KEY              means over the logged steps: grad_norm/PART, update/PART, clip_factor, clip_factor_without_gwc
 """
 
@@ -230,7 +230,7 @@ def run_measures(run: dict[str, Any]) -> dict[str, float]:
     if run["gain"] is not None:
         start, end = run["gain_start"], run["gain"]["abs_mean"]
         measures |= {"gain/start": start, "gain/end": end, "gain/end_l2": run["gain"]["l2"]}
-        measures["gain/movement"] = abs(end / start - 1)
+        measures["gain/movement"] = run["gain"]["relative_movement"]
     return {measure: value for measure, value in measures.items() if value is not None}
 
 
@@ -523,8 +523,10 @@ def _default(summary: dict[str, Any]) -> Said:
             start, end, moved = (measures[f"gain/{name}"] for name in ("start", "end", "movement"))
             moved = with_interval(moved, lambda share: f"{number(100 * share, 3)}%")
             ends = f"{number(start['mean'])} to {number(end['mean'])}"
-            said.append((f"(d) In arm {arm} the mean |gain| went from {ends}, a movement of {moved} of its start.", 0))
-    names = {"gain/movement": "movement of the mean |gain| over its start"}
+            said.append(
+                (f"(d) In arm {arm} the mean |gain| went from {ends}; the gain moved by {moved} of its length.", 0)
+            )
+    names = {"gain/movement": "movement of the gain over its length"}
     said += _compared(summary, "d", "default", "none", MEASURE_WORDS, {})
     return said + _compared(summary, "d", "aligned", "default", {**names, **MEASURE_WORDS}, {})
 
