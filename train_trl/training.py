@@ -25,9 +25,12 @@ from ..configuration.errors import NormalignError
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks import StageProgress, TrainLog
+from .collators import PaddedCollator, PaddingFreeCollator, prepare_padding_free
+from .length_groups import LengthGroups, row_lengths
 from .parts import freeze, frozen_modules, training_table
 from .recipe import ARMS, Recipe, RecipeError
 from .recipe_reading import load_recipe
+from .vision_cache import fill_cache, read_from_cache, without_decoding
 
 
 if TYPE_CHECKING:
@@ -287,6 +290,11 @@ class AlignedSFTTrainer(SFTTrainer):
     """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
 
     _frozen: list[nn.Module] | None = None
+    row_sampler: LengthGroups | None = None
+
+    def _get_train_sampler(self, train_dataset=None):
+        """Rows of like length together, where the recipe says so."""
+        return super()._get_train_sampler(train_dataset) if self.row_sampler is None else self.row_sampler
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
@@ -309,12 +317,25 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
     """TRL's trainer with the recipe's figures, the log and the progress bar.
 
     Raises:
-        NormalignError: the processor does not do, or the batch cannot be split over processes and accumulation.
+        NormalignError: the processor does not do, the batch cannot be split over processes and accumulation, the language
+            model does not do for `padding_free`, or the encoder's outputs cannot be cached.
     """
     check_processor(processor)
-    trainer = AlignedSFTTrainer(
-        model=model, args=training_arguments(recipe), train_dataset=dataset, processing_class=processor
-    )
+    arguments = training_arguments(recipe)
+    collator = PaddedCollator(processor, assistant_only_loss=True)
+    if recipe.batching == "padding_free":
+        boundaries = prepare_padding_free(model)
+        collator = PaddingFreeCollator(processor, assistant_only_loss=True, boundaries=boundaries)
+    if recipe.cache_vision_features:
+        dataset = without_decoding(dataset)
+        folder = recipe.cache_dir or Path(recipe.output_dir).parent / "vision_cache"
+        collator.vision_cache = fill_cache(model, processor, dataset, folder, arguments.bf16)
+        read_from_cache(model, collator.vision_cache)
+    trainer = AlignedSFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
+    # not as an argument: TRL then leaves out that model and tokenizer agree on the padding token
+    trainer.data_collator = collator
+    if recipe.group_by_length:
+        trainer.row_sampler = LengthGroups(row_lengths(dataset, processor), recipe.batch_size, recipe.seed)
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.add_callback(TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name))
