@@ -150,14 +150,19 @@ def fill_cache(
         cache = _open_cache(features, folder)
         images = dataset.select_columns("images")
         missing = _missing_images(images, cache, processes.is_main_process)
-        if missing and processes.is_main_process:
-            _check_room(cache, len(missing), features.dtype)
+        if missing:
+            _check_room(cache, len(missing), features.dtype, processes.is_main_process)
         mine = {key: at for key, at in missing.items() if key[0] % processes.num_processes == processes.process_index}
         _encode(features, images, mine, cache, processes.is_main_process)
     finally:
         encoder.to(home)
     processes.wait_for_everyone()
     cache.places = _places(cache)
+    if lost := len(missing.keys() - cache.places.keys()):
+        raise NormalignError(
+            f"{lost:,} images that another process encoded are not in the vision cache {folder}. Name a cache_dir that the "
+            f"processes of all machines see."
+        )
     return cache
 
 
@@ -300,8 +305,8 @@ def _missing_images(images: Dataset, cache: VisionCache, show: bool) -> dict[byt
     return missing
 
 
-def _check_room(cache: VisionCache, images: int, dtype: torch.dtype) -> None:
-    """Says how much will be written.
+def _check_room(cache: VisionCache, images: int, dtype: torch.dtype, show: bool) -> None:
+    """Finds how much will be written, and says it where `show`.
 
     Raises:
         NormalignError: the disk has less.
@@ -316,7 +321,8 @@ def _check_room(cache: VisionCache, images: int, dtype: torch.dtype) -> None:
             f"The vision cache {cache.folder} needs {size}, but its disk has {_size(free)} left. Name a cache_dir on "
             f"another disk, or write cache_vision_features: false."
         )
-    logger.warning(f"The vision cache {cache.folder} will take {size}; {_size(free)} are free.")
+    if show:
+        logger.warning(f"The vision cache {cache.folder} will take {size}; {_size(free)} are free.")
 
 
 def _size(count: int) -> str:

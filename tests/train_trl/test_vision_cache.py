@@ -6,6 +6,7 @@ import logging
 import pickle
 import shutil
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from datasets import Dataset, Image, Sequence
 from PIL import Image as PillowImage
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import SiglipVisionModel
+from transformers import SiglipImageProcessor, SiglipVisionModel
 
 from normalign.configuration.errors import NormalignError
+from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign.train_trl import load_recipe, train, vision_cache
 from normalign.train_trl.collators import PaddedCollator, PaddingFreeCollator
 from normalign.train_trl.digit_scenes import digit_scenes_dataset
@@ -119,6 +121,29 @@ def test_the_model_takes_features_in_place_of_pixels_and_pixels_still(recipe_fil
         encoder_of(other).embeddings.position_embedding.weight.zero_()
         assert not torch.allclose(other(**pixels).logits, expected, atol=1e-4)
         assert torch.equal(model(**pixels).logits, expected)
+
+
+@pytest.mark.parametrize(("layers", "strategy"), [(-2, "default"), ([-3, -1], "full"), ([-3, -1], "default")])
+@torch.no_grad()
+def test_several_layers_and_a_class_token_are_kept_as_the_model_takes_them(tiny_config, tmp_path, layers, strategy):
+    config = tiny_config(vision_feature_layer=layers)
+    config.vision_feature_select_strategy = strategy
+    torch.manual_seed(0)
+    model = NormAlignLlavaForConditionalGeneration(config).eval()
+    encoder_of(model).requires_grad_(False)
+    processor = SimpleNamespace(image_processor=SiglipImageProcessor(size={"height": 16, "width": 16}))
+    images = [PillowImage.linear_gradient("L").convert("RGB").rotate(90 * turns) for turns in range(2)]
+    data = Dataset.from_dict({"images": [images]}).cast_column("images", Sequence(Image(decode=False)))
+    cache = fill_cache(model, processor, data, tmp_path)
+    assert cache.visual_tokens == (4 if strategy == "full" else 3)
+    ids = torch.tensor([[1, *[60] * cache.visual_tokens * 2, 5]])
+    pixels = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+    expected = model(input_ids=ids, pixel_values=pixels).logits
+    read_from_cache(model, cache)
+    found = model(input_ids=ids, pixel_values=cache.read(data[0]["images"])).logits
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    swapped = model(input_ids=ids, pixel_values=cache.read(data[0]["images"][::-1])).logits
+    assert not torch.allclose(swapped, expected, atol=1e-4)
 
 
 def test_a_training_with_the_cache_is_the_training_without(recipe_file, tmp_path, monkeypatch):
@@ -302,19 +327,28 @@ def test_a_full_disk_is_one_paragraph_and_leaves_no_part_behind(pair, rows, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["cache.json"]
 
 
-def test_of_two_processes_each_encodes_a_share(pair, rows, tmp_path, encoded, monkeypatch):
-    images, shares = pictures(rows), []
-    for index in range(2):
+@pytest.fixture
+def process(monkeypatch):
+    """A function that makes this one of two processes, which do not wait for each other."""
 
-        class Process:
-            num_processes, process_index, is_main_process, device = 2, index, index == 0, torch.device("cpu")
+    def become(index):
+        state = SimpleNamespace(num_processes=2, process_index=index, is_main_process=index == 0)
+        state.device, state.wait_for_everyone = torch.device("cpu"), lambda: None
+        monkeypatch.setattr("accelerate.PartialState", lambda: state)
 
-            def wait_for_everyone(self):
-                pass
+    return become
 
-        monkeypatch.setattr("accelerate.PartialState", Process)
-        encoded.clear()
-        cache = fill_cache(*pair, rows, tmp_path)
-        shares.append(sum(encoded) - 1)
-    assert sum(shares) == len(images) and min(shares) > 0
+
+def test_of_two_processes_each_encodes_a_share(pair, rows, tmp_path, encoded, process):
+    images = pictures(rows)
+    process(1)
+    with pytest.raises(NormalignError, match="images that another process encoded are not in the vision cache"):
+        fill_cache(*pair, rows, tmp_path)
+    share = sum(encoded) - 1
+    assert 0 < share < len(images)
+    encoded.clear()
+    process(0)
+    cache = fill_cache(*pair, rows, tmp_path)
+    # as this one began later, it lacked only what was its own
+    assert sum(encoded) - 1 == len(images) - share
     assert len(cache.places) == len(images)
