@@ -9,7 +9,8 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
@@ -20,7 +21,6 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PretrainedConfig, ProcessorMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -297,12 +297,25 @@ def _places(cache: VisionCache) -> dict[bytes, tuple[str, int]]:
 def _missing_images(images: Dataset, cache: VisionCache, show: bool) -> dict[bytes, tuple[int, int]]:
     """The keys that the cache lacks, each with the row and the number of one such image."""
     missing = {}
-    for row in tqdm(range(len(images)), desc="vision cache: looking for images", unit="row", disable=not show):
-        for number, image in enumerate(images[row]["images"] or ()):
-            key = image_key(image)
-            if key not in cache.places:
-                missing.setdefault(key, (row, number))
+    with _bar("vision cache: looking for images", len(images), show) as advance:
+        for row in range(len(images)):
+            for number, image in enumerate(images[row]["images"] or ()):
+                key = image_key(image)
+                if key not in cache.places:
+                    missing.setdefault(key, (row, number))
+            advance(1)
     return missing
+
+
+@contextmanager
+def _bar(task: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as bars:
+        number = bars.add_task(task, total=total)
+        yield lambda count: bars.advance(number, count)
 
 
 def _check_room(cache: VisionCache, images: int, dtype: torch.dtype, show: bool) -> None:
@@ -336,7 +349,7 @@ def _encode(
     each = math.prod(cache.shape) * features.dtype.itemsize
     keys = list(missing)
     per_shard = max(1, _SHARD_BYTES // each)
-    with tqdm(total=len(keys), desc="vision cache: encoding", unit="image", disable=not show or not keys) as bar:
+    with _bar("vision cache: encoding", len(keys), show) as advance:
         for start in range(0, len(keys), per_shard):
             shard, encoded = keys[start : start + per_shard], []
             for first in range(0, len(shard), _IMAGES_AT_ONCE):
@@ -345,7 +358,7 @@ def _encode(
                     open_images({"images": [images[row]["images"][number]], "row": row})[0] for row, number in some
                 ]
                 encoded.append(features(pictures))
-                bar.update(len(some))
+                advance(len(some))
             _write_shard(cache.folder, shard, torch.cat(encoded))
 
 
