@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from datasets import Dataset, Image, Sequence, Value
+from datasets import Dataset, Features, Image, Sequence, Value
 from PIL import Image as PillowImage
 from record import write_result
 from transformers import LlamaConfig, SiglipVisionConfig
@@ -85,8 +85,6 @@ def make_rows(processor, count: int) -> Dataset:
         images.append([PillowImage.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), colour)])
     part = {"type": Value("string"), "text": Value("string")}
     features = {"messages": [{"role": Value("string"), "content": [part]}], "images": Sequence(Image())}
-    from datasets import Features
-
     return Dataset.from_dict({"messages": messages, "images": images}, Features(features))
 
 
