@@ -12,6 +12,7 @@ from transformers import ProcessorMixin
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl.data_utils import prepare_multimodal_messages
 
+from ..configuration.errors import NormalignError
 from .vision_cache import without_decoding
 
 
@@ -59,7 +60,15 @@ def row_lengths(dataset: Dataset, processor: ProcessorMixin) -> list[int]:
     """Tokens of each row, images included, without decoding one.
 
     Exact for image processors that make each image the same size, as those of CLIP and SigLIP do.
+
+    Raises:
+        NormalignError: the rows are streamed.
     """
+    if not hasattr(dataset, "__len__"):
+        raise NormalignError(
+            "group_by_length orders all rows by length before the first step, which streamed rows do not allow. Write "
+            "data.streaming: false, or group_by_length: false."
+        )
     blank = processor(images=[Image.new("RGB", (32, 32))], text=processor.image_token, return_tensors="pt")
     per_image = int((blank["input_ids"] == processor.image_token_id).sum())
     dataset, lengths = without_decoding(dataset).select_columns(["messages", "images"]), []

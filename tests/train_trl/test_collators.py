@@ -382,6 +382,12 @@ def test_lengths_are_those_of_the_tokens_without_decoding_an_image(composed, row
     assert row_lengths(Dataset.from_list(broken).cast_column("images", Sequence(Image())), processor) == expected
 
 
+def test_streamed_rows_cannot_be_grouped(composed, rows):
+    data = Dataset.from_list([{**r, "images": []} for r in rows]).to_iterable_dataset()
+    with pytest.raises(NormalignError, match="group_by_length .* data.streaming: false"):
+        row_lengths(data, composed[1])
+
+
 def test_a_resumed_run_goes_on_in_the_same_order(recipe_file, tmp_path):
     recipe = load_recipe(recipe_file(1, tmp_path, group_by_length=True, data={"rows": 24, "stage": 2}))
     data = load_data(recipe)
