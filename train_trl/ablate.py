@@ -261,6 +261,9 @@ def _of_run(recipe: Recipe, seed: int, folder: Path) -> Recipe:
         compose = replace(compose, seed=(recipe.seed if compose.seed is None else compose.seed) + seed)
     return replace(
         recipe,
+        # what a frozen encoder makes of an image is the same in every arm
+        cache_vision_features=recipe.tune.vision == "frozen",
+        cache_dir=str(folder.parents[1] / "vision_cache"),
         output_dir=str(folder / recipe.name),
         seed=recipe.seed + seed,
         data=replace(recipe.data, seed=recipe.data.seed + 1000 * seed),

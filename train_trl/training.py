@@ -27,14 +27,17 @@ from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, compl
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .attention import set_attention
 from .callbacks import StageProgress, TrainLog
+from .collators import PaddedCollator, PaddingFreeCollator, prepare_padding_free
 from .data_sets import MalformedRow, load_data
 from .images import open_images
+from .length_groups import LengthGroups, row_lengths
 from .not_finite import refuse_loss_not_finite
 from .parts import freeze, frozen_modules, split_groups, training_table
 from .recipe import ARMS, PartFigures, Recipe, RecipeError
 from .recipe_reading import load_recipe
 from .row_check import RowReport, check_rows, without_bad_rows
 from .throughput import Throughput
+from .vision_cache import fill_cache, read_from_cache, without_decoding
 
 
 if TYPE_CHECKING:
@@ -312,6 +315,11 @@ class AlignedSFTTrainer(SFTTrainer):
     figures_by_part: tuple[PartFigures, PartFigures] | None = None
     """Learning rates and weight decays, where they are not the same for all parts."""
     throughput: Throughput | None = None
+    row_sampler: LengthGroups | None = None
+
+    def _get_train_sampler(self, train_dataset=None):
+        """Rows of like length together, where the recipe says so."""
+        return super()._get_train_sampler(train_dataset) if self.row_sampler is None else self.row_sampler
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
@@ -343,32 +351,34 @@ class AlignedSFTTrainer(SFTTrainer):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
 
 
-class _OpeningCollator:
-    """TRL's collator, for rows whose images are not opened yet."""
-
-    def __init__(self, collate):
-        self.collate = collate
-
-    def __call__(self, rows):
-        return self.collate([{**row, "images": open_images(row)} for row in rows])
-
-
 def build_trainer(
     model: nn.Module, processor: ProcessorMixin, dataset: Dataset | IterableDataset, recipe: Recipe
 ) -> AlignedSFTTrainer:
     """TRL's trainer with the recipe's figures, the log and the progress bar.
 
     Raises:
-        NormalignError: the processor does not do, or the batch cannot be split over processes and accumulation.
+        NormalignError: the processor does not do, the batch cannot be split over processes and accumulation, the language
+            model does not do for `padding_free`, or the encoder's outputs cannot be cached.
     """
     check_processor(processor)
-    trainer = AlignedSFTTrainer(
-        model=model, args=training_arguments(recipe), train_dataset=dataset, processing_class=processor
-    )
+    arguments = training_arguments(recipe)
+    collator = PaddedCollator(processor, assistant_only_loss=True)
+    if recipe.batching == "padding_free":
+        boundaries = prepare_padding_free(model)
+        collator = PaddingFreeCollator(processor, assistant_only_loss=True, boundaries=boundaries)
+    if recipe.cache_vision_features:
+        dataset = without_decoding(dataset)
+        folder = recipe.cache_dir or Path(recipe.output_dir).parent / "vision_cache"
+        collator.vision_cache = fill_cache(model, processor, dataset, folder, arguments.bf16)
+        read_from_cache(model, collator.vision_cache)
+    trainer = AlignedSFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
+    # not as an argument: TRL then leaves out that model and tokenizer agree on the padding token
+    trainer.data_collator = collator
+    if recipe.group_by_length:
+        trainer.row_sampler = LengthGroups(row_lengths(dataset, processor), recipe.batch_size, recipe.seed)
     figures = (recipe.learning_rate, recipe.weight_decay)
     if any(len(figure.given()) > 1 for figure in figures):
         trainer.figures_by_part = figures
-    trainer.data_collator = _OpeningCollator(trainer.data_collator)
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.throughput = Throughput(model.config.image_token_id, model.config.image_seq_length)

@@ -64,7 +64,7 @@ def result(arm, seed, accuracy=0.4, loss=1.0, curve=(0.0, 0.2, 0.4), gain=None, 
         "stages": [{"stage": stage, "means": means, "log": log} for stage in STAGES],
         "before": dict(inspected),
         "after": dict(inspected),
-        "gain": gain and {"abs_mean": gain[1], "l2": 10 * gain[1], "relative_movement": gain[1] / gain[0] - 1},
+        "gain": gain and {"abs_mean": gain[1], "l2": 10 * gain[1], "relative_movement": abs(gain[1] / gain[0] - 1)},
         "gain_start": gain and gain[0],
     }
 

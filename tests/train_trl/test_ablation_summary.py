@@ -262,11 +262,11 @@ def test_a_setting_without_the_gap_is_said_to_show_nothing():
     assert not [text for text in sentences(summary_of(["none"], 2)) if "does not show" in text]
 
 
-def test_movement_of_the_gain_is_a_share_of_its_start():
+def test_movement_of_the_gain_is_a_share_of_its_length():
     summary = summary_of(list(GAINS), 3, aligned=lambda seed: {"gain": (0.03, 0.036 + 0.0003 * seed)})
-    assert "from 1.000 to 0.9990, a movement of 0.100% (" in said(summary, "(d) In arm default")
-    assert "from 0.03000 to 0.03630, a movement of 21.0% (" in said(summary, "(d) In arm aligned")
-    assert "Higher: movement of the mean |gain| over its start" in said(summary, "(d) aligned against default")
+    assert "from 1.000 to 0.9990; the gain moved by 0.100% (" in said(summary, "(d) In arm default")
+    assert "from 0.03000 to 0.03630; the gain moved by 21.0% (" in said(summary, "(d) In arm aligned")
+    assert "Higher: movement of the gain over its length" in said(summary, "(d) aligned against default")
 
 
 def test_gwc_is_told_by_factors_of_gradients():
