@@ -50,7 +50,7 @@ class _Program(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             _say_error(error)
-            raise typer.Exit(2 if isinstance(error, _WrongUsage) else 1) from None
+            raise typer.Exit(2 if isinstance(error, _WrongUsage) else getattr(error, "exit_status", 1)) from None
 
 
 def _say_error(error: Exception) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
+import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +22,29 @@ from transformers import ProcessorMixin, set_seed
 from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
+from ..assembly.adapters import is_adapter, refuse_broken_adapter
 from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
-from ..assembly.saving import is_at_or_above, named_folder
+from ..assembly.saving import is_at_or_above, named_folder, write_parts
 from ..configuration.backbones import resolve_backbone
-from ..configuration.errors import NormalignError
+from ..configuration.errors import NormalignError, RunStopped
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .adapters import add_adapters, base_of, check_adapters, expected_keys, has_adapters, quantize_language_
 from .callbacks import StageProgress, TrainLog
+from .checkpoints import (
+    BASE_NAME,
+    RECIPE_NAME,
+    StopOnSigterm,
+    complete_folder,
+    cut_log,
+    find_resume,
+    full_disk_explained,
+    goes_on,
+    save_finished,
+    sealed,
+    step_of,
+    write_recipe,
+)
 from .parts import freeze, frozen_modules, training_table
 from .recipe import ARMS, Recipe, RecipeError
 from .recipe_reading import load_recipe
@@ -34,11 +54,13 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
+logger = logging.getLogger(__name__)
+
 LOG_NAME = "train_log.jsonl"
 _ROWS_AT_ONCE = 256
 # What a run leaves beside its checkpoints: weights, configs, the processor's files and the log.
 _WRITTEN = ("*.safetensors", "*config.json", "*.index.json", LOG_NAME, "chat_template.jinja", "training_args.bin")
-_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt")
+_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt", RECIPE_NAME)
 _CODE = {file.name for file in Path(inspect.getfile(NormAlignLlavaForConditionalGeneration)).parent.glob("*.py")}
 # the newer name of the two; TRL would otherwise switch it on
 _CHECKPOINTING = (
@@ -73,24 +95,81 @@ def run(recipe: Recipe) -> Path:
         )
     check_settings(recipe)
     check_output(recipe)
+    resume = find_resume(recipe.output_dir) if goes_on(recipe) else None
     set_seed(recipe.seed)
     dataset = load_data(recipe)
-    model, processor = load_or_compose(recipe, dataset)
-    check_processor(processor)
-    check_supervision(dataset, processor)
-    freeze(model, recipe.tune)
-    trainer = build_trainer(model, processor, dataset, recipe)
-    # an earlier run stays until the new one is ready to start
-    clear_output(recipe)
-    if trainer.is_world_process_zero():
-        _print_table(model, recipe)
+    with loaded(recipe, dataset) as (model, processor, base):
+        check_processor(processor)
+        check_supervision(dataset, processor)
+        if has_adapters(recipe):
+            model = adapted(model, recipe)
+        freeze(model, recipe.tune)
+        trainer = build_trainer(model, processor, dataset, recipe)
+        # an earlier run stays until the new one is ready to start
+        clear_output(recipe)
+        if trainer.is_world_process_zero():
+            begin_folder(recipe, resume, base)
+            _print_table(model, recipe)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
-    try:
-        trainer.train()
-    finally:
-        log.close()
-    refuse_values_not_finite(model, recipe)
-    return save(trainer, recipe.output_dir)
+    with full_disk_explained(recipe.output_dir):
+        try:
+            with StopOnSigterm() as stop:
+                trainer.add_callback(stop)
+                trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        finally:
+            log.close()
+        if stop.stopped_at is not None:
+            raise RunStopped(
+                f"Stopped by SIGTERM after step {stop.stopped_at} of {trainer.state.max_steps}; "
+                f"{recipe.output_dir}/checkpoint-{stop.stopped_at} is written. Run the same command again to go on."
+            )
+        refuse_values_not_finite(model, recipe)
+        return save(trainer, recipe.output_dir)
+
+
+@contextmanager
+def loaded(recipe: Recipe, dataset: Dataset) -> Iterator[tuple[nn.Module, ProcessorMixin, Path | None]]:
+    """The model, its processor, and where the model stands that an adapter needs and no other folder holds.
+
+    A composed model that gets an adapter is written beside `output_dir`, to be moved into it when the run begins; a run
+    that is gone on with has it there already.
+    """
+    own = Path(recipe.output_dir) / BASE_NAME
+    composes = recipe.compose is not None and has_adapters(recipe)
+    if composes and own.is_dir() and goes_on(recipe):
+        yield *load_or_compose(dataclasses.replace(recipe, compose=None, model=str(own)), dataset), None
+        return
+    model, processor = load_or_compose(recipe, dataset)
+    if not composes or not _is_first_process():
+        yield model, processor, None
+        return
+    parent = own.resolve().parent.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with full_disk_explained(parent), TemporaryDirectory(prefix=f".{own.parent.name}.", dir=parent) as work:
+        base = Path(work) / BASE_NAME
+        write_parts(model, processor, base)
+        yield model, processor, base
+
+
+def adapted(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """The model with the recipe's adapters, its language model in 4 bits where the recipe says so."""
+    start = Path(recipe.output_dir) / BASE_NAME if recipe.compose is not None else recipe.start_folder()
+    if recipe.quantization is not None:
+        quantize_language_(model)
+    return add_adapters(model, recipe, str(start.absolute()) if recipe.compose is not None else base_of(start))
+
+
+def begin_folder(recipe: Recipe, resume: Path | None, base: Path | None) -> None:
+    """Makes `output_dir` ready: the recipe, an adapter's base, and a log that ends where the run goes on."""
+    folder = Path(recipe.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if base is not None:
+        shutil.rmtree(folder / BASE_NAME, ignore_errors=True)
+        base.rename(folder / BASE_NAME)
+    write_recipe(recipe, folder)
+    cut_log(folder / LOG_NAME, 0 if resume is None else step_of(resume))
+    if resume is not None:
+        logger.warning(f"{recipe.name} goes on from {resume}.")
 
 
 def check_settings(recipe: Recipe) -> None:
@@ -111,6 +190,7 @@ def check_settings(recipe: Recipe) -> None:
         raise RecipeError(
             f"The optimizer {recipe.optimizer!r} needs the extra 'quant': pip install 'normalign[quant]'."
         )
+    check_adapters(recipe)
     if recipe.compose is not None:
         try:
             complete_aligned_norm(recipe.compose.aligned_norm)
@@ -122,7 +202,8 @@ def check_output(recipe: Recipe) -> None:
     """Makes sure that the run gets a folder of its own: a new or empty one, or one that `clear_output` may empty.
 
     Raises:
-        NormalignError: the folder holds what the run starts from, is not empty, or is no earlier run's.
+        NormalignError: the folder holds what the run starts from, is not empty, is no earlier run's, or holds an
+            unfinished run of another recipe.
     """
     folder = named_folder(recipe.output_dir)
     starts = [recipe.compose.vision, recipe.compose.text] if recipe.compose else [recipe.start_folder()]
@@ -132,6 +213,8 @@ def check_output(recipe: Recipe) -> None:
                 f"output_dir {folder} holds the model that the run starts from ({start}), which would be lost. Name "
                 f"another folder with --output_dir."
             )
+    if goes_on(recipe):
+        return
     # of the processes of one run, the first may have begun to write already
     if not _is_first_process() or not folder.exists() or not any(folder.iterdir()):
         return
@@ -168,7 +251,7 @@ def _is_first_process() -> bool:
 
 def _is_of_a_run(path: Path) -> bool:
     if path.is_dir():
-        return re.fullmatch(r"checkpoint-\d+", path.name) is not None
+        return re.fullmatch(rf"checkpoint-\d+|{BASE_NAME}|\.finished\.partial", path.name) is not None
     return path.name in _CODE or any(path.match(pattern) for pattern in _WRITTEN)
 
 
@@ -204,7 +287,13 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
             seed=recipe.seed if block.seed is None else block.seed,
             calibration_images=first_images(dataset) if block.aligned_norm.get("kind") == "scale" else None,
         )
-    start = locate("The model", recipe.start_folder())
+    start = recipe.start_folder()
+    if is_adapter(start):
+        raise NormalignError(
+            f"{start} holds an adapter, not a whole model, and a run does not put an adapter on an adapter. Merge it "
+            f"(normalign export {start} --out DIR), and go on from DIR."
+        )
+    start = locate("The model", start)
     with explained("The model", start):
         found = NormAlignLlavaConfig.get_config_dict(start)[0].get("model_type")
     if found != "normalign_llava":
@@ -284,9 +373,11 @@ def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
 
 
 class AlignedSFTTrainer(SFTTrainer):
-    """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
+    """TRL's SFTTrainer; frozen parts stay in eval mode, checkpoints are sealed, and no model card is made up."""
 
     _frozen: list[nn.Module] | None = None
+    recipe: Recipe
+    adapter_keys: list[str] | None = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
@@ -300,6 +391,36 @@ class AlignedSFTTrainer(SFTTrainer):
             # a batch without images teaches nothing where the language model is frozen: its gradient is zero
             loss = loss + sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
         return loss
+
+    def _save(self, output_dir=None, state_dict=None):
+        """As in transformers; the recipe is added, and an adapter looked at."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            complete_folder(Path(output_dir), self.recipe)
+            if self.adapter_keys is not None:
+                refuse_broken_adapter(output_dir, self.adapter_keys)
+
+    def _save_checkpoint(self, model, trial):
+        """As in transformers; sealed when it is whole, and only then are older ones removed."""
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        with sealed(checkpoint, self, self.recipe.save_total_limit):
+            super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """As in transformers; the same weights are trained as before."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        freeze(self.model, self.recipe.tune)
+
+    def _issue_warnings_after_load(self, load_result):
+        """Refuses what transformers warns of: a checkpoint of other weights than the model's."""
+        super()._issue_warnings_after_load(load_result)
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        wrong = sorted({*load_result.missing_keys} - tied) + sorted(load_result.unexpected_keys)
+        if wrong:
+            raise NormalignError(
+                f"The checkpoint does not fit the model: {len(wrong)} weights are missing in it or have no place "
+                f"({', '.join(wrong[:3])}). It was written by another version of transformers or of the model."
+            )
 
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
@@ -315,6 +436,8 @@ def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset,
     trainer = AlignedSFTTrainer(
         model=model, args=training_arguments(recipe), train_dataset=dataset, processing_class=processor
     )
+    trainer.recipe = recipe
+    trainer.adapter_keys = expected_keys(model) if has_adapters(recipe) else None
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.add_callback(TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name))
@@ -341,7 +464,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         seed=recipe.seed,
         bf16=auto_bf16 or recipe.precision == "bfloat16",
         use_cpu=not gpu,
-        **{_CHECKPOINTING: False},
+        **{_CHECKPOINTING: recipe.gradient_checkpointing, f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}},
         assistant_only_loss=True,
         max_length=None,
         packing=False,
@@ -352,7 +475,6 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         logging_nan_inf_filter=False,
         save_strategy="no" if recipe.save_steps is None else "steps",
         save_steps=recipe.save_steps or 500,
-        save_total_limit=recipe.save_total_limit,
         report_to="none",
     )
 
@@ -384,11 +506,8 @@ def batch_of_a_process(recipe: Recipe, processes: int) -> tuple[int, int]:
 
 
 def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
-    """Saves model, code, processor, chat template and generation config; nothing that names this machine."""
-    trainer.save_model(str(output_dir))
-    if trainer.is_world_process_zero():
-        (Path(output_dir) / "training_args.bin").unlink(missing_ok=True)
-    return Path(output_dir)
+    """Saves model or adapter, code, processor, chat template, recipe; `output_dir` has all of it at once or nothing."""
+    return save_finished(trainer, output_dir)
 
 
 def _print_table(model: nn.Module, recipe: Recipe) -> None:
