@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import shutil
 import signal
@@ -19,7 +18,7 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
-from ..configuration.errors import NormalignError
+from ..configuration.errors import NormalignError, RunStopped
 from .recipe import Recipe
 from .recipe_reading import recipe_as_yaml
 
@@ -229,7 +228,7 @@ def cut_log(path: Path, step: int) -> None:
 
 
 class StopOnSigterm(TrainerCallback):
-    """Ends the run after the step in which SIGTERM came, with a checkpoint; a second SIGTERM ends it at once.
+    """Ends the run after the step in which SIGTERM came, with a checkpoint. Launchers may send it twice.
 
     Used as a context around the training. `stopped_at` is the step, or None where the run went to its end.
     """
@@ -245,14 +244,16 @@ class StopOnSigterm(TrainerCallback):
             self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+        if self.requested and isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            raise RunStopped(
+                "Stopped by SIGTERM, which has also ended the processes that prepare batches, so the step could not be "
+                "finished. Run the same command again to go on from the newest checkpoint."
+            ) from error
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.requested:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
         self.requested = True
 
     def on_train_begin(self, args, state, control, **kwargs):

@@ -411,9 +411,15 @@ class AlignedSFTTrainer(SFTTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         freeze(self.model, self.recipe.tune)
 
+    def _run_epoch(self, *args, **kwargs):
+        """As in transformers, which would train a step more where the last checkpoint is that of the last step."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def _issue_warnings_after_load(self, load_result):
         """Refuses what transformers warns of: a checkpoint of other weights than the model's."""
-        super()._issue_warnings_after_load(load_result)
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         wrong = sorted({*load_result.missing_keys} - tied) + sorted(load_result.unexpected_keys)
         if wrong:

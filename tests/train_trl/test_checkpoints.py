@@ -275,3 +275,15 @@ def test_a_log_is_cut_where_the_run_goes_on(tmp_path):
     log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     cut_log(log, 2)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_run_that_ended_without_its_folder_trains_no_step_more(recipe_file, tmp_path):
+    """Broken off between its last checkpoint, in the middle of an epoch, and the finished folder."""
+    path = recipe_file(1, tmp_path, data={"rows": 12}, max_steps=2, save_steps=2)
+    out = train(path)
+    whole = weights_of(out)
+    (out / "config.json").unlink()
+    train(path)
+    assert steps_of(out) == [1, 2]
+    again = load_file(out / "model.safetensors")
+    assert [key for key in again if not torch.equal(again[key], whole[key])] == []
