@@ -349,13 +349,25 @@ def train(
         Path,
         typer.Argument(parser=_file_to_read, metavar="RECIPE.yaml", show_default=False, help="What to do."),
     ],
+    sanity: Annotated[
+        bool,
+        typer.Option(
+            "--sanity", help="Overfit eight rows and say at which stage their answers are lost; keep nothing."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
-    from .train_trl import RecipeError, parse_overrides, train
+    from .train_trl import RecipeError, load_recipe, parse_overrides, train
 
     try:
         with _only_json(as_json):
+            if sanity:
+                from .train_trl.sanity import sanity_check
+
+                result = sanity_check(load_recipe(recipe, parse_overrides(ctx.args)))
+                _report(result, as_json)
+                raise typer.Exit(0 if result["broken"] is None else 1)
             folder = train(recipe, parse_overrides(ctx.args))
     except RecipeError as error:
         raise _WrongUsage(str(error)) from error

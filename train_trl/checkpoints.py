@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
 import shutil
 import signal
@@ -54,8 +55,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def seal(checkpoint: Path) -> None:
-    """Marks a checkpoint as whole: the last file that is written into it says how long each other one is."""
+    """Marks a checkpoint as whole: the last file that is written into it says how long each other one is.
+
+    All are on the disk by then, so that a power cut leaves no file of the right length with nothing in it.
+    """
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != SEAL_NAME)
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
     partial = checkpoint / f"{SEAL_NAME}.partial"
     partial.write_text(json.dumps(sizes, indent=1), encoding="utf-8")

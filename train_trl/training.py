@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +88,20 @@ def run(recipe: Recipe) -> Path:
         NormalignError: the recipe, the model, the processor or a row of the data does not fit, `output_dir` is not
             empty, or the weights are not finite at the end (nothing is saved then).
     """
+    trainer = train_in_memory(recipe)
+    with full_disk_explained(recipe.output_dir):
+        return save(trainer, recipe.output_dir)
+
+
+def train_in_memory(
+    recipe: Recipe, dataset: Dataset | None = None, callbacks: Sequence[transformers.TrainerCallback] = ()
+) -> AlignedSFTTrainer:
+    """Trains what the recipe says, up to the finished folder, which `save` writes.
+
+    Args:
+        dataset: the rows in place of the recipe's own.
+        callbacks: more of them.
+    """
     if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 18):
         raise NormalignError(
             f"Training needs transformers 5.18 or newer, whose processors can mark the assistant's tokens; installed "
@@ -97,7 +111,7 @@ def run(recipe: Recipe) -> Path:
     check_output(recipe)
     resume = find_resume(recipe.output_dir) if goes_on(recipe) else None
     set_seed(recipe.seed)
-    dataset = load_data(recipe)
+    dataset = load_data(recipe) if dataset is None else dataset
     with loaded(recipe, dataset) as (model, processor, base):
         check_processor(processor)
         check_supervision(dataset, processor)
@@ -114,7 +128,8 @@ def run(recipe: Recipe) -> Path:
     with full_disk_explained(recipe.output_dir):
         try:
             with StopOnSigterm() as stop:
-                trainer.add_callback(stop)
+                for callback in (stop, *callbacks):
+                    trainer.add_callback(callback)
                 trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         finally:
             log.close()
@@ -124,7 +139,7 @@ def run(recipe: Recipe) -> Path:
                 f"{recipe.output_dir}/checkpoint-{stop.stopped_at} is written. Run the same command again to go on."
             )
         refuse_values_not_finite(model, recipe)
-        return save(trainer, recipe.output_dir)
+    return trainer
 
 
 @contextmanager
@@ -165,7 +180,7 @@ def begin_folder(recipe: Recipe, resume: Path | None, base: Path | None) -> None
     folder.mkdir(parents=True, exist_ok=True)
     if base is not None:
         shutil.rmtree(folder / BASE_NAME, ignore_errors=True)
-        base.rename(folder / BASE_NAME)
+        shutil.move(base, folder / BASE_NAME)
     write_recipe(recipe, folder)
     cut_log(folder / LOG_NAME, 0 if resume is None else step_of(resume))
     if resume is not None:
