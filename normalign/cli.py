@@ -366,12 +366,13 @@ def train(
                 from .train_trl.sanity import sanity_check
 
                 result = sanity_check(load_recipe(recipe, parse_overrides(ctx.args)))
-                _report(result, as_json)
-                raise typer.Exit(0 if result["broken"] is None else 1)
-            folder = train(recipe, parse_overrides(ctx.args))
+            else:
+                result = {"out": str(train(recipe, parse_overrides(ctx.args)))}
     except RecipeError as error:
         raise _WrongUsage(str(error)) from error
-    _report({"out": str(folder)}, as_json)
+    _report(result, as_json)
+    if result.get("broken") is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -109,10 +109,11 @@ def train_in_memory(
         )
     check_settings(recipe)
     check_output(recipe)
-    resume = find_resume(recipe.output_dir) if goes_on(recipe) else None
+    going_on = goes_on(recipe)
+    resume = find_resume(recipe.output_dir) if going_on else None
     set_seed(recipe.seed)
     dataset = load_data(recipe) if dataset is None else dataset
-    with loaded(recipe, dataset) as (model, processor, base):
+    with loaded(recipe, dataset, going_on) as (model, processor, base):
         check_processor(processor)
         check_supervision(dataset, processor)
         if has_adapters(recipe):
@@ -143,7 +144,9 @@ def train_in_memory(
 
 
 @contextmanager
-def loaded(recipe: Recipe, dataset: Dataset) -> Iterator[tuple[nn.Module, ProcessorMixin, Path | None]]:
+def loaded(
+    recipe: Recipe, dataset: Dataset, going_on: bool
+) -> Iterator[tuple[nn.Module, ProcessorMixin, Path | None]]:
     """The model, its processor, and where the model stands that an adapter needs and no other folder holds.
 
     A composed model that gets an adapter is written beside `output_dir`, to be moved into it when the run begins; a run
@@ -151,7 +154,7 @@ def loaded(recipe: Recipe, dataset: Dataset) -> Iterator[tuple[nn.Module, Proces
     """
     own = Path(recipe.output_dir) / BASE_NAME
     composes = recipe.compose is not None and has_adapters(recipe)
-    if composes and own.is_dir() and goes_on(recipe):
+    if composes and going_on and own.is_dir():
         yield *load_or_compose(dataclasses.replace(recipe, compose=None, model=str(own)), dataset), None
         return
     model, processor = load_or_compose(recipe, dataset)
@@ -422,9 +425,10 @@ class AlignedSFTTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """As in transformers; the same weights are trained as before."""
+        """As in transformers; PEFT would have the whole adapter trained, also what the recipe freezes."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        freeze(self.model, self.recipe.tune)
+        if self.adapter_keys is not None:
+            freeze(self.model, self.recipe.tune)
 
     def _run_epoch(self, *args, **kwargs):
         """As in transformers, which would train a step more where the last checkpoint is that of the last step."""

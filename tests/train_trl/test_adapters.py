@@ -30,6 +30,8 @@ from normalign.train_trl.parts import (
 from normalign.train_trl.training import adapted, build_trainer, load_data, load_or_compose
 
 
+TINY_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+TINY_VISION |= {"image_size": 16, "patch_size": 8}
 BOTH = {"vision": "lora", "language": "lora"}
 LANGUAGE = {"language": "lora"}
 
@@ -256,6 +258,26 @@ def test_what_is_unused_follows_the_feature_layer(tiny_config, layer, gone):
     model = NormAlignLlavaForConditionalGeneration(tiny_config(vision_feature_layer=layer))
     names = [name for name, _ in unused_vision_parameters(model)]
     assert len({name.split("layers.")[1].split(".")[0] for name in names if "layers." in name}) == gone
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("clip_vision_model", -2), ("dinov2", -1), ("siglip_vision_model", -1)])
+def test_what_is_unused_is_what_gets_no_gradient_in_other_encoders(tiny_config, kind, layer):
+    from transformers import AutoConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    ours = tiny_config()
+    vision = {**TINY_VISION, "vision_use_head": True, "use_mask_token": True}
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=AutoConfig.for_model(kind, **vision).to_dict(),
+            text_config=ours.text_config.to_dict(),
+            vision_feature_layer=layer,
+            vision_feature_select_strategy="full",
+        )
+    )
+    torch.stack(list(model.get_image_features(pixel_values=torch.randn(1, 3, 16, 16)).pooler_output)).sum().backward()
+    encoder = dict(parameters_by_part(model)["vision"])
+    unused = {name for name, _ in unused_vision_parameters(model)}
+    assert {name for name, parameter in encoder.items() if parameter.grad is None} == unused and unused
 
 
 # --- what is saved

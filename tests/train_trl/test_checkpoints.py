@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from normalign.configuration.errors import NormalignError, RunStopped
 from normalign.train_trl import load_recipe, train
 from normalign.train_trl.__main__ import main
-from normalign.train_trl.checkpoints import SEAL_NAME, cut_log, find_resume, goes_on, what_is_torn
+from normalign.train_trl.checkpoints import SEAL_NAME, StopOnSigterm, cut_log, find_resume, goes_on, what_is_torn
 from normalign.train_trl.training import AlignedSFTTrainer
 
 
@@ -287,3 +287,12 @@ def test_a_run_that_ended_without_its_folder_trains_no_step_more(recipe_file, tm
     assert steps_of(out) == [1, 2]
     again = load_file(out / "model.safetensors")
     assert [key for key in again if not torch.equal(again[key], whole[key])] == []
+
+
+def test_a_sigterm_that_also_ends_the_processes_that_prepare_batches_is_no_fault():
+    with pytest.raises(RunStopped, match="go on from the newest checkpoint") as caught, StopOnSigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+    assert caught.value.exit_status == 143
+    with pytest.raises(RuntimeError, match="is killed"), StopOnSigterm():
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
