@@ -51,7 +51,7 @@ class _Program(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             _say_error(error)
-            raise typer.Exit(2 if isinstance(error, _WrongUsage) else 1) from None
+            raise typer.Exit(2 if isinstance(error, _WrongUsage) else getattr(error, "exit_status", 1)) from None
 
 
 def _say_error(error: Exception) -> None:
@@ -357,6 +357,12 @@ def train(
         bool,
         typer.Option("--check", help="Only look at every row of the data; ends with status 1 when some are bad."),
     ] = False,
+    sanity: Annotated[
+        bool,
+        typer.Option(
+            "--sanity", help="Overfit eight rows and say at which stage their answers are lost; keep nothing."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train with TRL by a recipe. Further options replace its settings: [bold]--learning_rate 1e-4 --data.seed 3[/]."""
@@ -369,17 +375,23 @@ def train(
             _print_json(asdict(loaded)) if as_json else typer.echo(recipe_as_yaml(loaded), nl=False)
             return
         with _only_json(as_json):
-            result = (check_data if check else train)(recipe, parse_overrides(ctx.args))
+            changes = parse_overrides(ctx.args)
+            if check:
+                report = check_data(recipe, changes)
+            elif sanity:
+                from .train_trl.sanity import sanity_check
+
+                result = sanity_check(load_recipe(recipe, changes))
+            else:
+                result = {"out": str(train(recipe, changes))}
     except RecipeError as error:
         raise _WrongUsage(str(error)) from error
-    if not check:
-        _report({"out": str(result)}, as_json)
-        return
-    if as_json:
-        _print_json(result.to_dict())
-    else:
-        result.show()
-    raise typer.Exit(1 if result.bad else 0)
+    if check:
+        _print_json(report.to_dict()) if as_json else report.show()
+        raise typer.Exit(1 if report.bad else 0)
+    _report(result, as_json)
+    if result.get("broken") is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from . import RecipeError, check, parse_overrides, train
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the recipe, or looks at its rows; 0 done, 1 failed or bad rows, 2 wrong usage, 130 interrupted."""
+    """Runs the recipe, or looks at its rows; 0 done, 1 failed or bad rows, 2 wrong usage, 130 interrupted, 143 SIGTERM."""
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stderr.write(f"{__doc__}\n")
         return 0 if arguments else 2
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         train(arguments[0], parse_overrides(changes))
     except NormalignError as error:
         sys.stderr.write(f"{error}\n")
-        return 2 if isinstance(error, RecipeError) else 1
+        return 2 if isinstance(error, RecipeError) else getattr(error, "exit_status", 1)
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; what was being written is not finished. Run the command again.\n")
         return 130

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import ProgressCallback, TrainerCallback
 
 from ..configuration.errors import NormalignError
-from .parts import PARTS, parameters_by_part, total_norm
+from .parts import PARTS, parameters_by_part, total_norm, without_adapters
 
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class InterfaceProbe:
     """
 
     def __init__(self, model: nn.Module):
+        model = without_adapters(model)
         self._image_token = model.config.image_token_id
         self._base, self._decoder = model.base_model, model.get_decoder()
         self._norm = model.base_model.multi_modal_projector.aligned_norm
@@ -137,7 +138,7 @@ class TrainLog(TrainerCallback):
         rates: Callable[[], dict[str, float]] = dict,
     ):
         self.path, self.stage, self._rates = Path(path), stage, rates
-        self._model, self._aligned_norm = model, model.get_aligned_norm()
+        self._model, self._aligned_norm = model, without_adapters(model).get_aligned_norm()
         self._probe = InterfaceProbe(model)
         self._trained = {
             part: [parameter for _, parameter in parameters if parameter.requires_grad]

@@ -309,6 +309,11 @@ class Recipe:
         if self.from_stage is None:
             return self.model
         folder = Path(self.output_dir).parent / self.from_stage
+        if (folder / "adapter_config.json").is_file():
+            raise RecipeError(
+                f"Stage '{self.name}' goes on from stage '{self.from_stage}', which has left an adapter, not a whole model. "
+                f"Merge it (normalign export {folder} --out DIR), and name the result with --model DIR."
+            )
         if not (folder / "config.json").is_file():
             raise RecipeError(
                 f"Stage '{self.name}' goes on from stage '{self.from_stage}', but there is no finished folder {folder}. "

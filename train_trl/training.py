@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +23,36 @@ from transformers import ProcessorMixin, TrainerCallback, set_seed
 from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
+from ..assembly.adapters import is_adapter, refuse_broken_adapter
 from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
-from ..assembly.saving import is_at_or_above, named_folder
+from ..assembly.saving import is_at_or_above, named_folder, write_parts
 from ..configuration.backbones import resolve_backbone
-from ..configuration.errors import NormalignError
+from ..configuration.errors import NormalignError, RunStopped
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .adapters import add_adapters, base_of, check_adapters, expected_keys, has_adapters, quantize_language_
 from .attention import set_attention
 from .callbacks import StageProgress, TrainLog
+from .checkpoints import (
+    BASE_NAME,
+    RECIPE_NAME,
+    StopOnSigterm,
+    complete_folder,
+    cut_log,
+    find_resume,
+    full_disk_explained,
+    goes_on,
+    save_finished,
+    sealed,
+    step_of,
+    write_recipe,
+)
 from .collators import PaddedCollator, PaddingFreeCollator, prepare_padding_free
 from .data_sets import MalformedRow, load_data
 from .images import open_images
 from .length_groups import LengthGroups, row_lengths
 from .not_finite import refuse_loss_not_finite
-from .parts import freeze, frozen_modules, split_groups, training_table
+from .parts import freeze, frozen_modules, split_groups, training_table, without_adapters
 from .recipe import ARMS, PartFigures, Recipe, RecipeError
 from .recipe_reading import load_recipe
 from .row_check import RowReport, check_rows, without_bad_rows
@@ -44,10 +64,14 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from torch import nn
 
+logger = logging.getLogger(__name__)
+
+MakeCallbacks = Callable[["nn.Module", ProcessorMixin], list[TrainerCallback]]
+
 LOG_NAME = "train_log.jsonl"
 # What a run leaves beside its checkpoints: weights, configs, the processor's files and the log.
 _WRITTEN = ("*.safetensors", "*config.json", "*.index.json", LOG_NAME, "chat_template.jinja", "training_args.bin")
-_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt")
+_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt", RECIPE_NAME)
 _CODE = {file.name for file in Path(inspect.getfile(NormAlignLlavaForConditionalGeneration)).parent.glob("*.py")}
 # the newer name of the two; TRL would otherwise switch it on
 _CHECKPOINTING = (
@@ -65,7 +89,7 @@ def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = 
     return run(recipe)
 
 
-def run(recipe: Recipe, callbacks: Callable[[nn.Module, ProcessorMixin], list[TrainerCallback]] | None = None) -> Path:
+def run(recipe: Recipe, callbacks: MakeCallbacks | None = None) -> Path:
     """Trains what the recipe says.
 
     Args:
@@ -79,31 +103,108 @@ def run(recipe: Recipe, callbacks: Callable[[nn.Module, ProcessorMixin], list[Tr
         NormalignError: the recipe, the model, the processor or a row of the data does not fit, `output_dir` is not
             empty, or the weights are not finite at the end (nothing is saved then).
     """
+    trainer = train_in_memory(recipe, callbacks=callbacks)
+    with full_disk_explained(recipe.output_dir):
+        return save(trainer, recipe.output_dir)
+
+
+def train_in_memory(
+    recipe: Recipe, dataset: Dataset | None = None, callbacks: MakeCallbacks | None = None
+) -> AlignedSFTTrainer:
+    """Trains what the recipe says, up to the finished folder, which `save` writes.
+
+    Args:
+        recipe: what to do.
+        dataset: the rows in place of the recipe's own.
+        callbacks: makes further callbacks for the trainer, from the model as it starts and its processor.
+    """
     check_version()
     check_settings(recipe)
     check_output(recipe)
+    going_on = goes_on(recipe)
+    resume = find_resume(recipe.output_dir) if going_on else None
     set_seed(recipe.seed)
-    dataset = load_data(recipe)
-    model, processor = load_or_compose(recipe, dataset)
-    check_processor(processor)
-    report = check_rows(dataset, processor, recipe, config=model.config)
-    dataset = without_bad_rows(dataset, report, processor, recipe)
-    freeze(model, recipe.tune)
-    attention = set_attention(model, recipe.attn_implementation, half_precision=uses_bfloat16(recipe))
-    trainer = build_trainer(model, processor, dataset, recipe)
-    for callback in callbacks(model, processor) if callbacks else ():
-        trainer.add_callback(callback)
-    # an earlier run stays until the new one is ready to start
-    clear_output(recipe)
-    if trainer.is_world_process_zero():
-        _print_table(model, recipe, attention)
+    dataset = load_data(recipe) if dataset is None else dataset
+    with loaded(recipe, dataset, going_on) as (model, processor, base):
+        check_processor(processor)
+        report = check_rows(dataset, processor, recipe, config=model.config)
+        dataset = without_bad_rows(dataset, report, processor, recipe)
+        if has_adapters(recipe):
+            model = adapted(model, recipe)
+        freeze(model, recipe.tune)
+        attention = set_attention(
+            without_adapters(model), recipe.attn_implementation, half_precision=uses_bfloat16(recipe)
+        )
+        trainer = build_trainer(model, processor, dataset, recipe)
+        more = callbacks(model, processor) if callbacks else []
+        # an earlier run stays until the new one is ready to start
+        clear_output(recipe)
+        if trainer.is_world_process_zero():
+            begin_folder(recipe, resume, base)
+            _print_table(model, recipe, attention)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
-    try:
-        trainer.train()
-    finally:
-        log.close()
-    refuse_values_not_finite(model, recipe)
-    return save(trainer, recipe.output_dir)
+    with full_disk_explained(recipe.output_dir):
+        try:
+            with StopOnSigterm() as stop:
+                for callback in (stop, *more):
+                    trainer.add_callback(callback)
+                trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        finally:
+            log.close()
+        if stop.stopped_at is not None:
+            raise RunStopped(
+                f"Stopped by SIGTERM after step {stop.stopped_at} of {trainer.state.max_steps}; "
+                f"{recipe.output_dir}/checkpoint-{stop.stopped_at} is written. Run the same command again to go on."
+            )
+        refuse_values_not_finite(model, recipe)
+    return trainer
+
+
+@contextmanager
+def loaded(
+    recipe: Recipe, dataset: Dataset, going_on: bool
+) -> Iterator[tuple[nn.Module, ProcessorMixin, Path | None]]:
+    """The model, its processor, and where the model stands that an adapter needs and no other folder holds.
+
+    A composed model that gets an adapter is written beside `output_dir`, to be moved into it when the run begins; a run
+    that is gone on with has it there already.
+    """
+    own = Path(recipe.output_dir) / BASE_NAME
+    composes = recipe.compose is not None and has_adapters(recipe)
+    if composes and going_on and own.is_dir():
+        yield *load_or_compose(dataclasses.replace(recipe, compose=None, model=str(own)), dataset), None
+        return
+    model, processor = load_or_compose(recipe, dataset)
+    if not composes or not _is_first_process():
+        yield model, processor, None
+        return
+    parent = own.resolve().parent.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with full_disk_explained(parent), TemporaryDirectory(prefix=f".{own.parent.name}.", dir=parent) as work:
+        base = Path(work) / BASE_NAME
+        write_parts(model, processor, base)
+        yield model, processor, base
+
+
+def adapted(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """The model with the recipe's adapters, its language model in 4 bits where the recipe says so."""
+    start = Path(recipe.output_dir) / BASE_NAME if recipe.compose is not None else recipe.start_folder()
+    if recipe.quantization is not None:
+        quantize_language_(model)
+    return add_adapters(model, recipe, str(start.absolute()) if recipe.compose is not None else base_of(start))
+
+
+def begin_folder(recipe: Recipe, resume: Path | None, base: Path | None) -> None:
+    """Makes `output_dir` ready: the recipe, an adapter's base, and a log that ends where the run goes on."""
+    folder = Path(recipe.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if base is not None:
+        shutil.rmtree(folder / BASE_NAME, ignore_errors=True)
+        shutil.move(base, folder / BASE_NAME)
+    write_recipe(recipe, folder)
+    cut_log(folder / LOG_NAME, 0 if resume is None else step_of(resume))
+    if resume is not None:
+        logger.warning(f"{recipe.name} goes on from {resume}.")
 
 
 def check_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> RowReport:
@@ -153,6 +254,7 @@ def check_settings(recipe: Recipe) -> None:
     for package in recipe.report_to:
         if find_spec(package) is None:
             raise RecipeError(f"report_to names {package}, which is not installed: pip install {package}")
+    check_adapters(recipe)
     if recipe.compose is not None:
         try:
             complete_aligned_norm(recipe.compose.aligned_norm)
@@ -164,7 +266,8 @@ def check_output(recipe: Recipe) -> None:
     """Makes sure that the run gets a folder of its own: a new or empty one, or one that `clear_output` may empty.
 
     Raises:
-        NormalignError: the folder holds what the run starts from, is not empty, or is no earlier run's.
+        NormalignError: the folder holds what the run starts from, is not empty, is no earlier run's, or holds an
+            unfinished run of another recipe.
     """
     folder = named_folder(recipe.output_dir)
     starts = [recipe.compose.vision, recipe.compose.text] if recipe.compose else [recipe.start_folder()]
@@ -174,6 +277,8 @@ def check_output(recipe: Recipe) -> None:
                 f"output_dir {folder} holds the model that the run starts from ({start}), which would be lost. Name "
                 f"another folder with --output_dir."
             )
+    if goes_on(recipe):
+        return
     # of the processes of one run, the first may have begun to write already
     if not _is_first_process() or not folder.exists() or not any(folder.iterdir()):
         return
@@ -211,7 +316,7 @@ def _is_first_process() -> bool:
 def _is_of_a_run(path: Path) -> bool:
     if path.is_dir():
         # `runs` is TensorBoard's
-        return re.fullmatch(r"checkpoint-\d+|runs", path.name) is not None
+        return re.fullmatch(rf"checkpoint-\d+|runs|{BASE_NAME}|\.finished\.partial", path.name) is not None
     return path.name in _CODE or any(path.match(pattern) for pattern in _WRITTEN)
 
 
@@ -247,7 +352,13 @@ def load_or_compose(recipe: Recipe, dataset: Dataset | IterableDataset) -> tuple
             seed=recipe.seed if block.seed is None else block.seed,
             calibration_images=first_images(dataset) if block.aligned_norm.get("kind") == "scale" else None,
         )
-    start = locate("The model", recipe.start_folder())
+    start = recipe.start_folder()
+    if is_adapter(start):
+        raise NormalignError(
+            f"{start} holds an adapter, not a whole model, and a run does not put an adapter on an adapter. Merge it "
+            f"(normalign export {start} --out DIR), and go on from DIR."
+        )
+    start = locate("The model", start)
     with explained("The model", start):
         found = NormAlignLlavaConfig.get_config_dict(start)[0].get("model_type")
     if found != "normalign_llava":
@@ -309,9 +420,11 @@ def first_images(dataset: Dataset | IterableDataset, count: int = 16) -> list[An
 
 
 class AlignedSFTTrainer(SFTTrainer):
-    """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
+    """TRL's SFTTrainer; frozen parts stay in eval mode, checkpoints are sealed, and no model card is made up."""
 
     _frozen: list[nn.Module] | None = None
+    recipe: Recipe
+    adapter_keys: list[str] | None = None
     figures_by_part: tuple[PartFigures, PartFigures] | None = None
     """Learning rates and weight decays, where they are not the same for all parts."""
     throughput: Throughput | None = None
@@ -347,6 +460,43 @@ class AlignedSFTTrainer(SFTTrainer):
             split_groups(optimizer, model, *self.figures_by_part, decayed=set(self.get_decay_parameter_names(model)))
         return optimizer
 
+    def _save(self, output_dir=None, state_dict=None):
+        """As in transformers; the recipe is added, and an adapter looked at."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            complete_folder(Path(output_dir), self.recipe)
+            if self.adapter_keys is not None:
+                refuse_broken_adapter(output_dir, self.adapter_keys)
+
+    def _save_checkpoint(self, model, trial):
+        """As in transformers; sealed when it is whole, and only then are older ones removed."""
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        with sealed(checkpoint, self, self.recipe.save_total_limit):
+            super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """As in transformers; PEFT would have the whole adapter trained, also what the recipe freezes."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.adapter_keys is not None:
+            freeze(self.model, self.recipe.tune)
+
+    def _run_epoch(self, *args, **kwargs):
+        """As in transformers, which would train a step more where the last checkpoint is that of the last step."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result):
+        """Refuses what transformers warns of: a checkpoint of other weights than the model's."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        wrong = sorted({*load_result.missing_keys} - tied) + sorted(load_result.unexpected_keys)
+        if wrong:
+            raise NormalignError(
+                f"The checkpoint does not fit the model: {len(wrong)} weights are missing in it or have no place "
+                f"({', '.join(wrong[:3])}). It was written by another version of transformers or of the model."
+            )
+
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
 
@@ -364,13 +514,13 @@ def build_trainer(
     arguments = training_arguments(recipe)
     collator = PaddedCollator(processor, assistant_only_loss=True)
     if recipe.batching == "padding_free":
-        boundaries = prepare_padding_free(model)
+        boundaries = prepare_padding_free(without_adapters(model))
         collator = PaddingFreeCollator(processor, assistant_only_loss=True, boundaries=boundaries)
     if recipe.cache_vision_features:
         dataset = without_decoding(dataset)
         folder = recipe.cache_dir or Path(recipe.output_dir).parent / "vision_cache"
-        collator.vision_cache = fill_cache(model, processor, dataset, folder, arguments.bf16)
-        read_from_cache(model, collator.vision_cache)
+        collator.vision_cache = fill_cache(without_adapters(model), processor, dataset, folder, arguments.bf16)
+        read_from_cache(without_adapters(model), collator.vision_cache)
     trainer = AlignedSFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
     # not as an argument: TRL then leaves out that model and tokenizer agree on the padding token
     trainer.data_collator = collator
@@ -379,6 +529,8 @@ def build_trainer(
     figures = (recipe.learning_rate, recipe.weight_decay)
     if any(len(figure.given()) > 1 for figure in figures):
         trainer.figures_by_part = figures
+    trainer.recipe = recipe
+    trainer.adapter_keys = expected_keys(model) if has_adapters(recipe) else None
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.throughput = Throughput(model.config.image_token_id, model.config.image_seq_length)
@@ -407,7 +559,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         seed=recipe.seed,
         bf16=uses_bfloat16(recipe),
         use_cpu=not gpu,
-        **{_CHECKPOINTING: recipe.gradient_checkpointing},
+        **{_CHECKPOINTING: recipe.gradient_checkpointing, f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}},
         assistant_only_loss=True,
         max_length=None,
         packing=False,
@@ -418,7 +570,6 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         logging_nan_inf_filter=False,
         save_strategy="no" if recipe.save_steps is None else "steps",
         save_steps=recipe.save_steps or 500,
-        save_total_limit=recipe.save_total_limit,
         report_to=recipe.report_to or "none",
     )
 
@@ -457,11 +608,8 @@ def batch_of_a_process(recipe: Recipe, processes: int) -> tuple[int, int]:
 
 
 def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
-    """Saves model, code, processor, chat template and generation config; nothing that names this machine."""
-    trainer.save_model(str(output_dir))
-    if trainer.is_world_process_zero():
-        (Path(output_dir) / "training_args.bin").unlink(missing_ok=True)
-    return Path(output_dir)
+    """Saves model or adapter, code, processor, chat template, recipe; `output_dir` has all of it at once or nothing."""
+    return save_finished(trainer, output_dir)
 
 
 def _print_table(model: nn.Module, recipe: Recipe, attention: dict[str, str]) -> None:

@@ -400,7 +400,7 @@ def test_weights_that_are_not_finite_at_the_end_are_not_saved(recipe_file, tmp_p
         NormalignError, match=r"weight model\.multi_modal_projector\..* not finite.*Lower learning_rate"
     ):
         train(recipe_file(1, tmp_path, max_steps=1, weight_decay=1e300))
-    assert [path.name for path in (tmp_path / "stage1").iterdir()] == ["train_log.jsonl"]
+    assert {path.name for path in (tmp_path / "stage1").iterdir()} == {"train_log.jsonl", "recipe.yaml"}
 
 
 def test_an_unknown_optimizer_is_told_the_nearest_and_a_broken_norm_its_key(recipe_file, tmp_path, monkeypatch):
