@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import ProgressCallback, TrainerCallback
 
 from ..configuration.errors import NormalignError
+from . import processes
 from .parts import PARTS, parameters_by_part, total_norm
 
 
@@ -35,13 +37,17 @@ class _Mean:
     def value(self) -> float | None:
         return float(self.total) / self.count if self.count else None
 
+    def sums(self) -> list[float]:
+        return [float(self.total), float(self.count)]
+
 
 class InterfaceProbe:
     """Measures, between `attach` and `detach`, what enters the language model and whether GWC acts.
 
     `visual_in` and `visual_out` are the mean L2 norms of visual tokens before and after the aligned norm, `text` that of
     text tokens (no placeholder, no padding) where both enter the language model. `gwc_runs` counts the backward passes
-    through GWC itself, so that a GWC that is set but bypassed does not go unseen.
+    through GWC itself, so that a GWC that is set but bypassed does not go unseen. All are of this process until
+    `sum_over_processes`. A vision path that runs without an image in the batch (`processes.VisionPath`) does not count.
     """
 
     def __init__(self, model: nn.Module):
@@ -50,6 +56,7 @@ class InterfaceProbe:
         self._norm = model.base_model.multi_modal_projector.aligned_norm
         self._handles: list[Any] = []
         self._text_mask: torch.Tensor | None = None
+        self._has_images = True
         self._reset()
 
     def _reset(self) -> None:
@@ -73,6 +80,15 @@ class InterfaceProbe:
         self._handles = []
         self._text_mask = None
 
+    def sum_over_processes(self, device: torch.device) -> None:
+        """Makes means and count those over all processes; every one has to call this."""
+        means = (self.visual_in, self.visual_out, self.text)
+        sums = [value for mean in means for value in mean.sums()]
+        *sums, runs = processes.summed([*sums, float(self.gwc_runs)], device)
+        for mean, total, count in zip(means, sums[::2], sums[1::2]):
+            mean.total, mean.count = total, int(count)
+        self.gwc_runs = int(runs)
+
     def __enter__(self) -> InterfaceProbe:
         self.attach()
         return self
@@ -81,6 +97,8 @@ class InterfaceProbe:
         self.detach()
 
     def _after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if not self._has_images:
+            return
         self.visual_in.add(_token_norms(args[0]))
         self.visual_out.add(_token_norms(output))
         node = output.grad_fn
@@ -92,10 +110,11 @@ class InterfaceProbe:
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        self._text_mask = None
+        self._text_mask, self._has_images = None, True
         if ids is not None:
             mask = kwargs.get("attention_mask")
             self._text_mask = ids != self._image_token
+            self._has_images = not self._text_mask.all().item()
             if mask is not None:
                 self._text_mask &= mask.bool()
 
@@ -117,20 +136,29 @@ class TrainLog(TrainerCallback):
     step, over all weights of a small tensor and at most about a million of a large one. Frozen parts have 0. Without a
     picture in the step, the norms of visual tokens are null; without a norm, `aligned_norm/*` is. Between logged steps
     nothing is measured and no hook is on the model.
+
+    Of several processes the first writes; token norms are means over the tokens of all, and sharded gradients and weights
+    are summed over all. Under DeepSpeed, which takes its step within the backward pass and keeps no gradient,
+    `grad_norm/*` is null.
     """
 
     def __init__(self, path: str | Path, model: nn.Module, stage: str):
         self.path, self.stage = Path(path), stage
         self._model, self._aligned_norm = model, model.get_aligned_norm()
         self._probe = InterfaceProbe(model)
-        self._trained = {
-            part: [parameter for _, parameter in parameters if parameter.requires_grad]
-            for part, parameters in parameters_by_part(model).items()
-        }
+        self._collect_trained()
         self._record: dict[str, Any] | None = None
         self._clipped: dict[str, float] = {}
+        self._deepspeed = False
         self._before: dict[str, list[torch.Tensor]] = {}
         self._warned_of_gwc = False
+
+    def _collect_trained(self) -> None:
+        self._trained = {
+            part: [parameter for _, parameter in parameters if parameter.requires_grad]
+            for part, parameters in parameters_by_part(self._model).items()
+        }
+        self._sharded = any(map(processes.is_sharded, self._model.parameters()))
 
     def close(self) -> None:
         """Takes the hooks off, also where training was broken off."""
@@ -138,6 +166,14 @@ class TrainLog(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Starts the file anew, or goes on with it where training resumes."""
+        # FSDP2 has put other parameters in the place of those that were there
+        self._collect_trained()
+        self._device, self._deepspeed = args.device, args.deepspeed_plugin is not None
+        if self._deepspeed and state.is_world_process_zero:
+            logger.warning(
+                "Under DeepSpeed the gradient norm of each part is not to be had: grad_norm/* is null in the log; the "
+                "total grad_norm, the clipping factor and the updates are there."
+            )
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if state.global_step == 0:
@@ -149,23 +185,38 @@ class TrainLog(TrainerCallback):
         if self._is_logged(state.global_step + 1, args, state):
             self._record = {}
             self._probe.attach()
+            if self._deepspeed:
+                self._keep_weights()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Reads the gradients and keeps the weights."""
         if self._record is None:
             return
-        for part, parameters in self._trained.items():
-            self._clipped[part] = total_norm([p.grad for p in parameters if p.grad is not None])
-            self._before[part] = [_sample(parameter) for parameter in parameters]
+        if not self._deepspeed:
+            grads = {part: [p.grad for p in ps if p.grad is not None] for part, ps in self._trained.items()}
+            self._clipped = self._norms({part: map(processes.local_values, found) for part, found in grads.items()})
+            self._keep_weights()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Measures how far the step has moved the weights."""
         if self._record is None:
             return
-        for part, before in self._before.items():
-            moved = total_norm([_sample(now) - then for now, then in zip(self._trained[part], before)])
-            self._record[f"update/{part}"] = moved / (total_norm(before) or 1.0)
+        now = {part: map(_sample, parameters) for part, parameters in self._trained.items()}
+        moved = self._norms({part: (a - b for a, b in zip(now[part], self._before[part])) for part in PARTS})
+        size = self._norms(self._before)
+        self._record.update({f"update/{part}": moved[part] / (size[part] or 1.0) for part in PARTS})
         self._before = {}
+
+    def _keep_weights(self) -> None:
+        self._before = {part: [_sample(parameter) for parameter in ps] for part, ps in self._trained.items()}
+
+    def _norms(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, float]:
+        """L2 norm of each part over all its tensors, of which each process has a share if they are sharded."""
+        norms = {part: total_norm(list(found)) for part, found in tensors.items()}
+        if not self._sharded:
+            return norms
+        squares = processes.summed([norm**2 for norm in norms.values()], self._device)
+        return dict(zip(norms, map(math.sqrt, squares)))
 
     def on_step_end(self, args, state, control, **kwargs):
         """Switches the measuring off; the last step is always logged."""
@@ -191,7 +242,7 @@ class TrainLog(TrainerCallback):
             "mean_token_accuracy": logs.get("mean_token_accuracy"),
             **self._record,
             "grad_norm": logs["grad_norm"],
-            **{f"grad_norm/{part}": self._clipped[part] / clip_factor for part in PARTS},
+            **{f"grad_norm/{part}": self._before_clipping(part, clip_factor) for part in PARTS},
             "clip_factor": clip_factor,
         }
         self._record = None
@@ -205,23 +256,28 @@ class TrainLog(TrainerCallback):
                 f"learning rate, or look at the last lines of {self.path}."
             )
 
+    def _before_clipping(self, part: str, clip_factor: float) -> float | None:
+        return None if self._deepspeed else self._clipped[part] / clip_factor
+
     @staticmethod
     def _is_logged(step: int, args, state) -> bool:
         return step % state.logging_steps == 0 or step == state.max_steps or (step == 1 and args.logging_first_step)
 
     def _interface(self) -> dict[str, Any]:
+        self._probe.sum_over_processes(self._device)
         visual_in, visual_out, text = (
             mean.value() for mean in (self._probe.visual_in, self._probe.visual_out, self._probe.text)
         )
         norm = self._aligned_norm
-        gain = None if norm is None else norm.weight.detach().float()
+        gain = None if norm is None else processes.whole_values(norm.weight).float()
+        gain_abs_mean = None if norm is None else gain.abs().mean().item()
         fired = None if norm is None or not norm.gwc else self._probe.gwc_runs > 0
-        if fired is False and visual_in is not None:
+        if fired is False and visual_in is not None and processes.is_first():
             self._warn_of_gwc()
         return {
-            "aligned_norm/gain_abs_mean": None if gain is None else gain.abs().mean().item(),
+            "aligned_norm/gain_abs_mean": gain_abs_mean,
             "aligned_norm/gain_l2": None if gain is None else gain.norm().item(),
-            "aligned_norm/mu": None if norm is None else norm.mu.item(),
+            "aligned_norm/mu": None if norm is None else max(gain_abs_mean, norm.gwc_floor) if norm.gwc else 1.0,
             "aligned_norm/gwc_fired": fired,
             "norm/visual_in": visual_in,
             "norm/visual_out": visual_out,
@@ -239,8 +295,8 @@ class TrainLog(TrainerCallback):
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of the weights, thinned evenly to about a million values."""
-    flat = weight.detach().flatten()
+    """A copy of this process's share of the weights, thinned evenly to about a million values."""
+    flat = processes.local_values(weight)
     return flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)].clone()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..configuration.errors import NormalignError
+from .processes import size_of, whole_values
 
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def training_table(model: nn.Module, learning_rate: PartFigures, title: str) -> 
         T = model.config.aligned_norm["target_norm"]
         caption = (
             f"{norm.kind}: T {'not measured' if T is None else f'{T:.4g}'}, "
-            f"gain {norm.weight.detach().abs().mean().item():.4g}, "
-            f"GWC {f'on, mu {norm.mu.item():.4g}' if norm.gwc else 'off'}"
+            f"gain {(mean_gain := whole_values(norm.weight).abs().mean().item()):.4g}, "
+            f"GWC {f'on, mu {max(mean_gain, norm.gwc_floor):.4g}' if norm.gwc else 'off'}"
         )
     table = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left", min_width=len(caption) + 1
@@ -96,7 +97,7 @@ def training_table(model: nn.Module, learning_rate: PartFigures, title: str) -> 
     for part, parameters in parameters_by_part(model).items():
         trained = any(parameter.requires_grad for _, parameter in parameters)
         state = "trained" if trained else "frozen" if parameters else "absent"
-        count = sum(parameter.numel() for _, parameter in parameters)
+        count = sum(size_of(parameter) for _, parameter in parameters)
         table.add_row(part, state, f"{count:,}", f"{learning_rate.of(part):g}" if trained else "-")
     return table
 

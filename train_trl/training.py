@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +21,12 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
 from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
-from ..assembly.saving import is_at_or_above, named_folder
+from ..assembly.saving import is_at_or_above, named_folder, write_parts
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from . import processes
 from .callbacks import StageProgress, TrainLog
 from .parts import freeze, frozen_modules, training_table
 from .recipe import ARMS, Recipe, RecipeError
@@ -72,24 +75,28 @@ def run(recipe: Recipe) -> Path:
             f"is {transformers.__version__}. Run: pip install -U transformers"
         )
     check_settings(recipe)
-    check_output(recipe)
-    set_seed(recipe.seed)
-    dataset = load_data(recipe)
-    model, processor = load_or_compose(recipe, dataset)
-    check_processor(processor)
-    check_supervision(dataset, processor)
-    freeze(model, recipe.tune)
-    trainer = build_trainer(model, processor, dataset, recipe)
+    # joins the other processes, and tells transformers to share out what it loads under ZeRO-3
+    arguments = training_arguments(recipe)
+    with processes.agreement():
+        check_output(recipe)
+        set_seed(recipe.seed)
+        dataset = load_data(recipe)
+    with start_of_run(recipe, dataset, arguments) as (model, processor), processes.agreement():
+        check_processor(processor)
+        check_supervision(dataset, processor)
+        freeze(model, recipe.tune)
+    trainer = build_trainer(model, processor, dataset, recipe, arguments)
     # an earlier run stays until the new one is ready to start
-    clear_output(recipe)
-    if trainer.is_world_process_zero():
-        _print_table(model, recipe)
+    with processes.agreement():
+        clear_output(recipe)
+    _print_table(model, recipe)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
     try:
         trainer.train()
     finally:
         log.close()
-    refuse_values_not_finite(model, recipe)
+    with processes.agreement():
+        refuse_values_not_finite(model, recipe)
     return save(trainer, recipe.output_dir)
 
 
@@ -133,7 +140,7 @@ def check_output(recipe: Recipe) -> None:
                 f"another folder with --output_dir."
             )
     # of the processes of one run, the first may have begun to write already
-    if not _is_first_process() or not folder.exists() or not any(folder.iterdir()):
+    if not processes.is_first() or not folder.exists() or not any(folder.iterdir()):
         return
     if not recipe.overwrite:
         raise NormalignError(
@@ -156,14 +163,10 @@ def check_output(recipe: Recipe) -> None:
 def clear_output(recipe: Recipe) -> None:
     """Empties the folder of an earlier run, where `check_output` has found that it is one; its log goes last."""
     folder = Path(recipe.output_dir)
-    if not recipe.overwrite or not _is_first_process() or not folder.exists():
+    if not recipe.overwrite or not processes.is_first() or not folder.exists():
         return
     for path in sorted(folder.iterdir(), key=lambda path: path.name == LOG_NAME):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _is_first_process() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -175,12 +178,35 @@ def _is_of_a_run(path: Path) -> bool:
 def refuse_values_not_finite(model: nn.Module, recipe: Recipe) -> None:
     """Raises NormalignError with the first weight that is NaN or infinite."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        if not torch.isfinite(processes.local_values(parameter)).all():
             raise NormalignError(
                 f"After the last step of {recipe.name} the weight {name} holds values that are not finite, so the model is "
                 f"of no use and was not saved. Lower learning_rate (it is {recipe.learning_rate.all:g}) or max_grad_norm (it is "
                 f"{recipe.max_grad_norm:g}), and look at the last lines of {Path(recipe.output_dir) / LOG_NAME}."
             )
+
+
+@contextmanager
+def start_of_run(recipe: Recipe, dataset: Dataset, arguments: SFTConfig) -> Iterator[tuple[nn.Module, ProcessorMixin]]:
+    """The model and processor to train, the same in all processes; see `load_or_compose`.
+
+    Of several processes, the first of each machine composes, and all load what it has written beside `output_dir`: a
+    model that is shared out over processes while it is loaded (ZeRO-3, FSDP) cannot be put together from parts.
+    """
+    if recipe.compose is None or processes.count() == 1:
+        yield load_or_compose(recipe, dataset)
+        return
+    with processes.folder_of_this_machine(beside=recipe.output_dir) as folder:
+        with processes.agreement(), _held_whole(arguments):
+            if processes.is_first_of_machine():
+                write_parts(*load_or_compose(recipe, dataset), folder)
+        yield load_or_compose(dataclasses.replace(recipe, compose=None, model=str(folder)), dataset)
+
+
+def _held_whole(arguments: SFTConfig):
+    """Within, a model is loaded in full by the process that asks for it, also under ZeRO-3."""
+    plugin = arguments.deepspeed_plugin
+    return nullcontext() if plugin is None else plugin.zero3_init_context_manager(enable=False)
 
 
 def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, ProcessorMixin]:
@@ -284,9 +310,18 @@ def check_supervision(dataset: Dataset, processor: ProcessorMixin) -> None:
 
 
 class AlignedSFTTrainer(SFTTrainer):
-    """TRL's SFTTrainer; frozen parts stay in eval mode, and no model card is made up."""
+    """TRL's SFTTrainer; frozen parts stay in eval mode, every process runs every part, and no model card is made up."""
 
     _frozen: list[nn.Module] | None = None
+
+    def train(self, *args, **kwargs):
+        """As in TRL; the norm stays in float32 under FSDP2, and a batch without images does not hold up the others."""
+        vision_path = processes.VisionPath(self.model)
+        try:
+            with processes.norm_in_float32():
+                return super().train(*args, **kwargs)
+        finally:
+            vision_path.remove()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
@@ -295,25 +330,30 @@ class AlignedSFTTrainer(SFTTrainer):
                 self._frozen = frozen_modules(self.model)
             for module in self._frozen:
                 module.eval()
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.model.training and not return_outputs and not loss.requires_grad:
-            # a batch without images teaches nothing where the language model is frozen: its gradient is zero
-            loss = loss + sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
-        return loss
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
 
 
-def build_trainer(model: nn.Module, processor: ProcessorMixin, dataset: Dataset, recipe: Recipe) -> AlignedSFTTrainer:
-    """TRL's trainer with the recipe's figures, the log and the progress bar.
+def build_trainer(
+    model: nn.Module,
+    processor: ProcessorMixin,
+    dataset: Dataset,
+    recipe: Recipe,
+    arguments: SFTConfig | None = None,
+) -> AlignedSFTTrainer:
+    """TRL's trainer with the recipe's figures (or `arguments` made of them before), the log and the progress bar.
 
     Raises:
         NormalignError: the processor does not do, or the batch cannot be split over processes and accumulation.
     """
     check_processor(processor)
     trainer = AlignedSFTTrainer(
-        model=model, args=training_arguments(recipe), train_dataset=dataset, processing_class=processor
+        model=model,
+        args=arguments or training_arguments(recipe),
+        train_dataset=dataset,
+        processing_class=processor,
     )
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
@@ -395,4 +435,7 @@ def _print_table(model: nn.Module, recipe: Recipe) -> None:
     from rich.console import Console
 
     start = recipe.start_folder() or f"{recipe.compose.vision} + {recipe.compose.text}"
-    Console().print(training_table(model, recipe.learning_rate, f"{recipe.name}: {start}"))
+    # every process gathers the norm, one prints
+    table = training_table(model, recipe.learning_rate, f"{recipe.name}: {start}")
+    if processes.is_first():
+        Console().print(table)
