@@ -147,17 +147,18 @@ class VisionPath:
     by zero, and the gradients of the vision path are zero. A step with images pays nothing.
 
     Args:
-        model: of ours, not wrapped; the hooks stay on it until `remove`.
+        model: of ours, or PEFT's around it; the hooks stay on it until `remove`.
     """
 
     def __init__(self, model: nn.Module):
-        self._base, self._ran, self._said = model.base_model, False, False
+        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._base, self._ran, self._said = bare.base_model, False, False
         path = {*self._base.vision_tower.parameters(), *self._base.multi_modal_projector.parameters()}
         self._alone = not any(p.requires_grad for p in model.parameters() if p not in path)
         self._options, self._side = _smallest_image(self._base.vision_tower)
         self._handles = [
             self._base.multi_modal_projector.register_forward_hook(self._note_run),
-            model.get_decoder().register_forward_pre_hook(self._run_if_waited_for, with_kwargs=True),
+            bare.get_decoder().register_forward_pre_hook(self._run_if_waited_for, with_kwargs=True),
         ]
 
     def remove(self) -> None:

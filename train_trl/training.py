@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import ProcessorMixin, set_seed
 from transformers.training_args import OptimizerNames
+from transformers.utils import strtobool
 from trl import SFTConfig, SFTTrainer
 
 from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
@@ -355,6 +356,11 @@ def build_trainer(
         train_dataset=dataset,
         processing_class=processor,
     )
+    if strtobool(os.environ.get("ACCELERATE_USE_FSDP", "false")) and not trainer.is_fsdp_enabled:
+        raise NormalignError(
+            "FSDP was asked for, but accelerate shards a model on GPUs alone and would train without it. On the CPU use "
+            "configuration/accelerate/cpu.yaml."
+        )
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.add_callback(TrainLog(Path(recipe.output_dir) / LOG_NAME, model, recipe.name))
@@ -363,8 +369,10 @@ def build_trainer(
 
 def training_arguments(recipe: Recipe) -> SFTConfig:
     """The recipe in TRL's words."""
-    per_device, accumulation = batch_of_a_process(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    per_device, accumulation = batch_of_a_process(recipe, world)
     gpu = torch.cuda.is_available()
+    deepspeed = strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
     auto_bf16 = recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
     return SFTConfig(
         output_dir=recipe.output_dir,
@@ -380,7 +388,10 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         bf16=auto_bf16 or recipe.precision == "bfloat16",
-        use_cpu=not gpu,
+        # accelerate has DeepSpeed on the CPU only where it is told of gloo, and not that this is a CPU
+        use_cpu=not gpu and not deepspeed,
+        ddp_backend="gloo" if world > 1 and not gpu else None,
+        ddp_find_unused_parameters=False,
         **{_CHECKPOINTING: False},
         assistant_only_loss=True,
         max_length=None,
