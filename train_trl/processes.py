@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import distributed, nn
 
 from ..configuration.errors import NormalignError
@@ -130,7 +130,7 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 def whole_values(parameter: torch.Tensor) -> torch.Tensor:
     """A detached parameter in full; every process has to call this."""
     if hasattr(parameter, "ds_id"):
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter]):
             return parameter.detach().clone()
@@ -139,12 +139,31 @@ def whole_values(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach()
 
 
-class VisionPath:
-    """Runs encoder and projector on a black image of one patch in a step without images, where something waits for them.
+def refuse_empty_tensors(folder: str | Path) -> None:
+    """Looks at what was gathered from several processes and saved.
 
-    Other processes wait where parameters are sharded or gradients averaged: all have to run the same modules. In one
-    process a loss needs it that reaches no trained parameter otherwise. The features enter nothing: they are multiplied
-    by zero, and the gradients of the vision path are zero. A step with images pays nothing.
+    Raises:
+        NormalignError: a tensor in it has no values, as a share that was not gathered has none.
+    """
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names = list(tensors.keys())
+            empty = [name for name in names if 0 in tensors.get_slice(name).get_shape()]
+        if empty:
+            raise NormalignError(
+                f"{file} was saved with {len(empty)} tensors that have no values, among them {empty[0]}: they were not "
+                f"gathered from all processes, and the folder is of no use. Under ZeRO-3 set zero3_save_16bit_model: true."
+            )
+
+
+class VisionPath:
+    """Runs encoder and projector without an image in a step that has none, where something waits for them.
+
+    Other processes wait where parameters are sharded or gradients averaged: all have to run the same modules in the same
+    order. In one process a loss needs it that reaches no trained parameter otherwise. The features enter nothing: they
+    are multiplied by zero, and the gradients of the vision path are zero. An encoder that every process holds and none
+    trains is left out, and the projector gets one token of zeros; else both get one black image. A step with images pays
+    nothing.
 
     Args:
         model: of ours, or PEFT's around it; the hooks stay on it until `remove`.
@@ -155,7 +174,6 @@ class VisionPath:
         self._base, self._ran, self._said = bare.base_model, False, False
         path = {*self._base.vision_tower.parameters(), *self._base.multi_modal_projector.parameters()}
         self._alone = not any(p.requires_grad for p in model.parameters() if p not in path)
-        self._options, self._side = _smallest_image(self._base.vision_tower)
         self._handles = [
             self._base.multi_modal_projector.register_forward_hook(self._note_run),
             bare.get_decoder().register_forward_pre_hook(self._run_if_waited_for, with_kwargs=True),
@@ -177,21 +195,20 @@ class VisionPath:
             return None
         if not self._said:
             self._said = True
-            logger.info("A batch has no image: the vision path runs on a black one, whose features enter nothing.")
-        channels = getattr(self._base.config.vision_config, "num_channels", 3)
-        black = torch.zeros(1, channels, self._side, self._side, device=embeddings.device, dtype=embeddings.dtype)
-        features = self._base.get_image_features(pixel_values=black, **self._options).pooler_output
+            logger.info("A batch has no image: the vision path runs without one, and its features enter nothing.")
+        nothing = self._features(embeddings).sum() * 0
         self._ran = False
-        nothing = sum(feature.sum() for feature in features) * 0
         return args, {**kwargs, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
 
-
-def _smallest_image(vision_tower: nn.Module) -> tuple[dict[str, Any], int]:
-    """Options and side of the smallest image that an encoder takes: one patch, if it can stretch its positions."""
-    config = vision_tower.config
-    if "interpolate_pos_encoding" in inspect.signature(vision_tower.forward).parameters:
-        return {"interpolate_pos_encoding": True}, config.patch_size
-    return {}, config.image_size
+    def _features(self, like: torch.Tensor) -> torch.Tensor:
+        config = self._base.config.vision_config
+        if any(p.requires_grad or is_sharded(p) for p in self._base.vision_tower.parameters()):
+            # the whole image: positions stretched to a smaller one are read past their module, which ZeRO-3 notices
+            black = like.new_zeros(1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
+            return torch.cat(list(self._base.get_image_features(pixel_values=black).pooler_output))
+        layers = self._base.config.vision_feature_layer
+        width = config.hidden_size * (1 if isinstance(layers, int) else len(layers))
+        return self._base.multi_modal_projector(like.new_zeros(1, 1, width))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import ProcessorMixin, set_seed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
 from transformers.utils import strtobool
 from trl import SFTConfig, SFTTrainer
@@ -204,10 +205,17 @@ def start_of_run(recipe: Recipe, dataset: Dataset, arguments: SFTConfig) -> Iter
         yield load_or_compose(dataclasses.replace(recipe, compose=None, model=str(folder)), dataset)
 
 
-def _held_whole(arguments: SFTConfig):
+@contextmanager
+def _held_whole(arguments: SFTConfig) -> Iterator[None]:
     """Within, a model is loaded in full by the process that asks for it, also under ZeRO-3."""
-    plugin = arguments.deepspeed_plugin
-    return nullcontext() if plugin is None else plugin.zero3_init_context_manager(enable=False)
+    if arguments.deepspeed_plugin is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        arguments.deepspeed_plugin.set_deepspeed_weakref()
 
 
 def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, ProcessorMixin]:
@@ -244,6 +252,9 @@ def load_or_compose(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Proces
         model, info = NormAlignLlavaForConditionalGeneration.from_pretrained(
             start, dtype=torch.float32, output_loading_info=True
         )
+    if is_deepspeed_zero3_enabled():
+        # transformers would save the weights under names that they did not have
+        model._weight_conversions = None
     refuse_missing_weights("The model", start, model, info)
     settings = model.config.aligned_norm
     for key, value in ARMS.get(recipe.arm, {}).items():
@@ -333,6 +344,13 @@ class AlignedSFTTrainer(SFTTrainer):
                 module.eval()
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def _save(self, output_dir=None, state_dict=None):
+        """As in TRL; what is gathered from all processes has tied weights twice, and a model folder has them once."""
+        if state_dict and not hasattr(self.model, "peft_config"):
+            tied = getattr(self.model, "all_tied_weights_keys", {})
+            state_dict = {name: value for name, value in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
 
@@ -374,7 +392,8 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
     gpu = torch.cuda.is_available()
     deepspeed = strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
     auto_bf16 = recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
-    return SFTConfig(
+    bf16 = auto_bf16 or recipe.precision == "bfloat16"
+    arguments = SFTConfig(
         output_dir=recipe.output_dir,
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulation,
@@ -387,7 +406,8 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         warmup_steps=recipe.warmup,
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
-        bf16=auto_bf16 or recipe.precision == "bfloat16",
+        # DeepSpeed's own bf16 would hold the weights in bfloat16; autocast, as without it, leaves them in float32
+        bf16=bf16 and not deepspeed,
         # accelerate has DeepSpeed on the CPU only where it is told of gloo, and not that this is a CPU
         use_cpu=not gpu and not deepspeed,
         ddp_backend="gloo" if world > 1 and not gpu else None,
@@ -406,6 +426,10 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         save_total_limit=recipe.save_total_limit,
         report_to="none",
     )
+    if deepspeed and bf16:
+        arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        arguments.deepspeed_plugin.set_deepspeed_weakref()
+    return arguments
 
 
 def batch_of_a_process(recipe: Recipe, processes: int) -> tuple[int, int]:
@@ -439,6 +463,9 @@ def save(trainer: SFTTrainer, output_dir: str | Path) -> Path:
     trainer.save_model(str(output_dir))
     if trainer.is_world_process_zero():
         (Path(output_dir) / "training_args.bin").unlink(missing_ok=True)
+    with processes.agreement():
+        if processes.is_first():
+            processes.refuse_empty_tensors(output_dir)
     return Path(output_dir)
 
 

@@ -3,17 +3,19 @@
 Also the rows and the order that all ways and the single process train on.
 """
 
+import functools
+import json
 import os
 import sys
 from pathlib import Path
 from unittest import mock
 
 
-STEPS = 4
 BATCH = 4
 RATE = 0.5
 
 
+@functools.cache
 def rows():
     """16 rows for 4 steps of 4: the first process, which takes the first two of each step, has in step 1 text alone, in
     step 2 images alone, in step 3 nothing to learn from; step 4 is text alone for all."""
@@ -45,8 +47,8 @@ def recipe(stage, out, backbones, start, **changes):
         "schedule": "constant",
         "warmup": 0,
         "batch_size": BATCH,
-        "max_steps": STEPS,
-        "save_steps": 1,
+        "max_steps": 2 if stage == 1 else 4,
+        "save_steps": 1 if stage == 1 else 3,
         "logging_steps": 1,
     }
     return Recipe(**{**begin, **figures, **changes})
@@ -61,7 +63,9 @@ def run(recipe):
     with (
         mock.patch.object(training, "load_data", lambda recipe: rows()),
         mock.patch.object(training, "check_supervision", lambda dataset, processor: None),
-        mock.patch.object(training.AlignedSFTTrainer, "_get_train_sampler", lambda self, data=None: SequentialSampler(data)),
+        mock.patch.object(
+            training.AlignedSFTTrainer, "_get_train_sampler", lambda self, data=None: SequentialSampler(data)
+        ),
     ):
         return training.run(recipe)
 
@@ -89,6 +93,58 @@ def prepare(way):
         )
 
 
+def shared_error():
+    """What each process hears of an error in the second alone."""
+    from normalign.configuration.errors import NormalignError
+    from normalign.train_trl import processes
+
+    try:
+        with processes.agreement():
+            if os.environ["RANK"] == "1":
+                raise NormalignError("no picture.")
+    except NormalignError as error:
+        return str(error)
+
+
+def dtypes_in_bfloat16(out, backbones, start):
+    """The dtypes in which weights are used within a forward of a run in bfloat16, and in which they are saved."""
+    from safetensors.torch import load_file
+
+    from normalign.modeling import aligned_norm
+
+    used, plain = set(), aligned_norm.AlignedNorm.forward
+
+    def forward(self, x):
+        used.add((str(x.dtype), str(self.weight.dtype)))
+        return plain(self, x)
+
+    with mock.patch.object(aligned_norm.AlignedNorm, "forward", forward):
+        run(recipe(2, out, backbones, start, precision="bfloat16", max_steps=1))
+    saved = load_file(Path(out) / "model.safetensors")
+    return [sorted(used), sorted({str(value.dtype) for name, value in saved.items() if "aligned_norm" in name})]
+
+
+def train_adapters(out, backbones, start):
+    """One step of LoRA on the language model, projector and norm saved whole."""
+    from peft import LoraConfig
+
+    from normalign.train_trl import training
+
+    settings = recipe(2, out, backbones, start, max_steps=1, save_steps=None)
+    arguments = training.training_arguments(settings)
+    model, processor = training.load_or_compose(settings, rows())
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=r".*language_model.*(q|v)_proj",
+        modules_to_save=["multi_modal_projector"],
+    )
+    trainer = training.AlignedSFTTrainer(
+        model=model, args=arguments, train_dataset=rows(), processing_class=processor, peft_config=adapters
+    )
+    trainer.train()
+    training.save(trainer, out)
+
+
 def main(out, backbones, start, *ways):
     import torch
 
@@ -108,8 +164,15 @@ def main(out, backbones, start, *ways):
             PartialState, "_prepare_backend", lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         )
         with on_gpus if way == "fsdp2" else mock.MagicMock():
+            folder = Path(out) / way
             for stage in (1, 2):
-                run(recipe(stage, Path(out) / way / f"stage{stage}", backbones, start))
+                run(recipe(stage, folder / f"stage{stage}", backbones, start))
+            seen = {"error": shared_error()}
+            if way != "cpu":
+                seen["dtypes"] = dtypes_in_bfloat16(folder / "bfloat16", backbones, start)
+            if way == "zero3":
+                train_adapters(folder / "adapters", backbones, start)
+        (folder / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
