@@ -62,7 +62,9 @@ def agreement() -> Iterator[None]:
     if failed:
         first = errors[failed[0]]
         if len(failed) < count():
-            raise type(first)(f"Process {failed[0]} of {count()}: {first}")
+            first = type(first)(f"Process {failed[0]} of {count()}: {first}")
+        # one process says it for all
+        first.shared = True
         raise first
 
 

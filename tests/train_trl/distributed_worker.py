@@ -173,6 +173,7 @@ def main(out, backbones, start, *ways):
             if way == "zero3":
                 train_adapters(folder / "adapters", backbones, start)
         (folder / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

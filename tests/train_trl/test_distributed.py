@@ -37,13 +37,13 @@ WAYS = [
 
 
 def launch(*command):
-    """Runs a command that starts two processes and ends within two minutes."""
+    """Runs a command that starts two processes and ends within three minutes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         cwd=ROOT,
         env=environment,
     )
@@ -128,7 +128,7 @@ def test_the_log_of_two_processes_is_that_of_one(both, single, way):
         assert [record["step"] for record in two] == [record["step"] for record in one]
         for expected, record in zip(one, two):
             assert all(record[key] is None for key in gone)
-            expected = {key: value for key, value in expected.items() if key not in gone}
+            expected = {key: value for key, value in expected.items() if key not in gone | {"stage"}}
             assert {key: record[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert one[0]["aligned_norm/gwc_fired"] is True and one[0]["norm/visual_out"] > 0
     # the last step has no image: what runs in its place is not measured
