@@ -101,8 +101,8 @@ class InterfaceProbe:
             return
         self.visual_in.add(_token_norms(args[0]))
         self.visual_out.add(_token_norms(output))
-        node = output.grad_fn
-        if node is not None and node.name().endswith("GWCBackward"):
+        node = _gwc_node(output)
+        if node is not None:
             node.register_hook(self._count_gwc)
 
     def _count_gwc(self, grad_inputs: tuple, grad_outputs: tuple) -> None:
@@ -122,6 +122,16 @@ class InterfaceProbe:
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is not None and self._text_mask is not None:
             self.text.add(_token_norms(embeddings[self._text_mask]))
+
+
+def _gwc_node(output: torch.Tensor) -> Any:
+    """GWC's node in the graph behind the norm's output, also behind the one that ZeRO-3 puts in between; None if none."""
+    node = output.grad_fn
+    for _ in range(3):
+        if node is None or node.name().endswith("GWCBackward"):
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
 
 
 def _token_norms(tokens: torch.Tensor) -> torch.Tensor:

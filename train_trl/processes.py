@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import distributed, nn
+from torch.distributed import fsdp
 
 from ..configuration.errors import NormalignError
 from ..modeling.aligned_norm import AlignedNorm
@@ -214,10 +215,22 @@ class VisionPath:
 
 
 @contextlib.contextmanager
+def own_class(model: nn.Module) -> Iterator[None]:
+    """Within, a model that FSDP2 has given a class of its making has its own again, whose code is saved with it."""
+    made = type(model)
+    if not isinstance(model, fsdp.FSDPModule):
+        yield
+        return
+    model.__class__ = next(kind for kind in made.__mro__ if not issubclass(kind, fsdp.FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = made
+
+
+@contextlib.contextmanager
 def norm_in_float32() -> Iterator[None]:
     """Within, FSDP2 makes each aligned norm a unit of its own that stays in float32, whatever the others compute in."""
-    from torch.distributed import fsdp
-
     plain = fsdp.fully_shard
 
     def fully_shard(module: nn.Module | list[nn.Module], **options: Any):

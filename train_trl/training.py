@@ -349,7 +349,8 @@ class AlignedSFTTrainer(SFTTrainer):
         if state_dict and not hasattr(self.model, "peft_config"):
             tied = getattr(self.model, "all_tied_weights_keys", {})
             state_dict = {name: value for name, value in state_dict.items() if name not in tied}
-        super()._save(output_dir, state_dict)
+        with processes.own_class(self.model):
+            super()._save(output_dir, state_dict)
 
     def create_model_card(self, *args, **kwargs):
         """Writes none: TRL's says "fine-tuned version of [None]" and shows text generation."""
