@@ -111,10 +111,10 @@ class NormAlignLlavaPreTrainedModel(LlavaPreTrainedModel):
         norm = self.get_aligned_norm()
         if norm is None:
             raise ValueError("aligned_norm.kind is 'none': there is no gain to initialise.")
-        if norm.weight.device.type == "meta":
+        if norm.weight.device.type == "meta" or norm.weight.numel() == 0:
             raise ValueError(
-                "The gain of the aligned norm is not in memory (offloaded, or on the meta device), so it cannot be set. "
-                "Load the model once without offloading, save it, and load that."
+                "The gain of the aligned norm is not in memory (offloaded, on the meta device, or shared out over "
+                "processes by ZeRO-3), so it cannot be set. Load the model once as a whole, save it, and load that."
             )
         T = target_norm or text_embedding_norm(self.get_input_embeddings())
         self._set_gain_(norm, T, input_norm)

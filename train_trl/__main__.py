@@ -4,6 +4,7 @@ import sys
 
 from ..configuration.errors import NormalignError
 from . import RecipeError, check, parse_overrides, train
+from .processes import is_first
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +20,8 @@ def main(arguments: list[str]) -> int:
             return 1 if report.bad else 0
         train(arguments[0], parse_overrides(changes))
     except NormalignError as error:
-        sys.stderr.write(f"{error}\n")
+        if is_first() or not getattr(error, "shared", False):
+            sys.stderr.write(f"{error}\n")
         return 2 if isinstance(error, RecipeError) else getattr(error, "exit_status", 1)
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; what was being written is not finished. Run the command again.\n")

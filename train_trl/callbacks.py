@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import ProgressCallback, TrainerCallback
 
 from ..configuration.errors import NormalignError
+from . import processes
 from .parts import PARTS, parameters_by_part, total_norm, without_adapters
 
 
@@ -36,13 +37,17 @@ class _Mean:
     def value(self) -> float | None:
         return float(self.total) / self.count if self.count else None
 
+    def sums(self) -> list[float]:
+        return [float(self.total), float(self.count)]
+
 
 class InterfaceProbe:
     """Measures, between `attach` and `detach`, what enters the language model and whether GWC acts.
 
     `visual_in` and `visual_out` are the mean L2 norms of visual tokens before and after the aligned norm, `text` that of
     text tokens (no placeholder, no padding) where both enter the language model. `gwc_runs` counts the backward passes
-    through GWC itself, so that a GWC that is set but bypassed does not go unseen.
+    through GWC itself, so that a GWC that is set but bypassed does not go unseen. All are of this process until
+    `sum_over_processes`. A vision path that runs without an image in the batch (`processes.VisionPath`) does not count.
     """
 
     def __init__(self, model: nn.Module):
@@ -52,6 +57,7 @@ class InterfaceProbe:
         self._norm = model.base_model.multi_modal_projector.aligned_norm
         self._handles: list[Any] = []
         self._text_mask: torch.Tensor | None = None
+        self._has_images = True
         self._reset()
 
     def _reset(self) -> None:
@@ -75,6 +81,15 @@ class InterfaceProbe:
         self._handles = []
         self._text_mask = None
 
+    def sum_over_processes(self, device: torch.device) -> None:
+        """Makes means and count those over all processes; every one has to call this."""
+        means = (self.visual_in, self.visual_out, self.text)
+        sums = [value for mean in means for value in mean.sums()]
+        *sums, runs = processes.summed([*sums, float(self.gwc_runs)], device)
+        for mean, total, count in zip(means, sums[::2], sums[1::2]):
+            mean.total, mean.count = total, int(count)
+        self.gwc_runs = int(runs)
+
     def __enter__(self) -> InterfaceProbe:
         self.attach()
         return self
@@ -83,10 +98,12 @@ class InterfaceProbe:
         self.detach()
 
     def _after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if not self._has_images:
+            return
         self.visual_in.add(_token_norms(args[0]))
         self.visual_out.add(_token_norms(output))
-        node = output.grad_fn
-        if node is not None and node.name().endswith("GWCBackward"):
+        node = _gwc_node(output)
+        if node is not None:
             node.register_hook(self._count_gwc)
 
     def _count_gwc(self, grad_inputs: tuple, grad_outputs: tuple) -> None:
@@ -94,10 +111,11 @@ class InterfaceProbe:
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        self._text_mask = None
+        self._text_mask, self._has_images = None, True
         if ids is not None:
             mask = kwargs.get("attention_mask")
             self._text_mask = ids != self._image_token
+            self._has_images = not self._text_mask.all().item()
             if mask is not None:
                 self._text_mask &= mask.bool()
 
@@ -105,6 +123,16 @@ class InterfaceProbe:
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is not None and self._text_mask is not None:
             self.text.add(_token_norms(embeddings[self._text_mask]))
+
+
+def _gwc_node(output: torch.Tensor) -> Any:
+    """GWC's node in the graph behind the norm's output, also behind the one that ZeRO-3 puts in between; None if none."""
+    node = output.grad_fn
+    for _ in range(3):
+        if node is None or node.name().endswith("GWCBackward"):
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
 
 
 def _token_norms(tokens: torch.Tensor) -> torch.Tensor:
@@ -120,6 +148,10 @@ class TrainLog(TrainerCallback):
     picture in the step, the norms of visual tokens are null; without a norm, `aligned_norm/*` is. Between logged steps
     nothing is measured and no hook is on the model. `clip_factor_without_gwc` is what the clipping factor of the same
     gradients would have been: what stands before the norm would have mu times its gradient.
+
+    Of several processes the first writes; token norms are means over the tokens of all, and sharded gradients and weights
+    are summed over all. Under DeepSpeed, which takes its step within the backward pass and keeps no gradient,
+    `grad_norm/*` and `clip_factor_without_gwc` are null.
 
     It has to be the first callback: the others (TensorBoard, Weights & Biases, trackio) see what it adds to the logs.
 
@@ -140,16 +172,21 @@ class TrainLog(TrainerCallback):
         self.path, self.stage, self._rates = Path(path), stage, rates
         self._model, self._aligned_norm = model, without_adapters(model).get_aligned_norm()
         self._probe = InterfaceProbe(model)
-        self._trained = {
-            part: [parameter for _, parameter in parameters if parameter.requires_grad]
-            for part, parameters in parameters_by_part(model).items()
-        }
+        self._collect_trained()
         self._record: dict[str, Any] | None = None
         self._clipped: dict[str, float] = {}
+        self._deepspeed = False
         self._before: dict[str, list[torch.Tensor]] = {}
         self._warned_of_gwc = False
         self._mu: float | None = None
         self._gwc_steps: list[tuple[float, float, float]] = []
+
+    def _collect_trained(self) -> None:
+        self._trained = {
+            part: [parameter for _, parameter in parameters if parameter.requires_grad]
+            for part, parameters in parameters_by_part(self._model).items()
+        }
+        self._sharded = any(map(processes.is_sharded, self._model.parameters()))
 
     def close(self) -> None:
         """Takes the hooks off, also where training was broken off."""
@@ -157,6 +194,14 @@ class TrainLog(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Starts the file anew, or goes on with it where training resumes."""
+        # FSDP2 has put other parameters in the place of those that were there
+        self._collect_trained()
+        self._device, self._deepspeed = args.device, args.deepspeed_plugin is not None
+        if self._deepspeed and state.is_world_process_zero:
+            logger.warning(
+                "Under DeepSpeed the gradient norm of each part is not to be had: grad_norm/* is null in the log; the "
+                "total grad_norm, the clipping factor and the updates are there."
+            )
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if state.global_step == 0:
@@ -168,25 +213,41 @@ class TrainLog(TrainerCallback):
         if self._is_logged(state.global_step + 1, args, state):
             self._record = {}
             self._probe.attach()
+            if self._deepspeed:
+                self._keep_weights()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Reads the gradients and keeps the weights."""
         if self._record is None:
             return
-        if self._aligned_norm is not None and self._aligned_norm.gwc:
-            self._mu = self._aligned_norm.mu.item()
-        for part, parameters in self._trained.items():
-            self._clipped[part] = total_norm([p.grad for p in parameters if p.grad is not None])
-            self._before[part] = [_sample(parameter) for parameter in parameters]
+        if not self._deepspeed:
+            grads = {part: [p.grad for p in ps if p.grad is not None] for part, ps in self._trained.items()}
+            self._clipped = self._norms({part: map(processes.local_values, found) for part, found in grads.items()})
+            self._keep_weights()
+            norm = self._aligned_norm
+            if norm is not None and norm.gwc:
+                self._mu = max(processes.whole_values(norm.weight).float().abs().mean().item(), norm.gwc_floor)
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Measures how far the step has moved the weights."""
         if self._record is None:
             return
-        for part, before in self._before.items():
-            moved = total_norm([_sample(now) - then for now, then in zip(self._trained[part], before)])
-            self._record[f"update/{part}"] = moved / (total_norm(before) or 1.0)
+        now = {part: map(_sample, parameters) for part, parameters in self._trained.items()}
+        moved = self._norms({part: (a - b for a, b in zip(now[part], self._before[part])) for part in PARTS})
+        size = self._norms(self._before)
+        self._record.update({f"update/{part}": moved[part] / (size[part] or 1.0) for part in PARTS})
         self._before = {}
+
+    def _keep_weights(self) -> None:
+        self._before = {part: [_sample(parameter) for parameter in ps] for part, ps in self._trained.items()}
+
+    def _norms(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, float]:
+        """L2 norm of each part over all its tensors, of which each process has a share if they are sharded."""
+        norms = {part: total_norm(list(found)) for part, found in tensors.items()}
+        if not self._sharded:
+            return norms
+        squares = processes.summed([norm**2 for norm in norms.values()], self._device)
+        return dict(zip(norms, map(math.sqrt, squares)))
 
     def on_step_end(self, args, state, control, **kwargs):
         """Switches the measuring off; the last step is always logged."""
@@ -203,7 +264,7 @@ class TrainLog(TrainerCallback):
         clip_factor = 1.0
         if args.max_grad_norm > 0:
             clip_factor = min(1.0, args.max_grad_norm / (logs["grad_norm"] + 1e-6))
-        gradients = {part: self._clipped[part] / clip_factor for part in PARTS}
+        gradients = {part: None if self._deepspeed else self._clipped[part] / clip_factor for part in PARTS}
         without = None if self._mu is None else self._clip_factor_without_gwc(gradients, args.max_grad_norm)
         if without is not None and self._record["aligned_norm/gwc_fired"]:
             self._gwc_steps.append((self._mu, clip_factor, without))
@@ -249,18 +310,20 @@ class TrainLog(TrainerCallback):
         return step % state.logging_steps == 0 or step == state.max_steps or (step == 1 and args.logging_first_step)
 
     def _interface(self) -> dict[str, Any]:
+        self._probe.sum_over_processes(self._device)
         visual_in, visual_out, text = (
             mean.value() for mean in (self._probe.visual_in, self._probe.visual_out, self._probe.text)
         )
         norm = self._aligned_norm
-        gain = None if norm is None else norm.weight.detach().float()
+        gain = None if norm is None else processes.whole_values(norm.weight).float()
+        gain_abs_mean = None if norm is None else gain.abs().mean().item()
         fired = None if norm is None or not norm.gwc else self._probe.gwc_runs > 0
-        if fired is False and visual_in is not None:
+        if fired is False and visual_in is not None and processes.is_first():
             self._warn_of_gwc()
         return {
-            "aligned_norm/gain_abs_mean": None if gain is None else gain.abs().mean().item(),
+            "aligned_norm/gain_abs_mean": gain_abs_mean,
             "aligned_norm/gain_l2": None if gain is None else gain.norm().item(),
-            "aligned_norm/mu": None if norm is None else norm.mu.item(),
+            "aligned_norm/mu": None if norm is None else max(gain_abs_mean, norm.gwc_floor) if norm.gwc else 1.0,
             "aligned_norm/gwc_fired": fired,
             "norm/visual_in": visual_in,
             "norm/visual_out": visual_out,
@@ -299,8 +362,8 @@ def gwc_effect(steps: list[tuple[float, float, float]], optimizer: str) -> str:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of the weights, thinned evenly to about a million values."""
-    flat = weight.detach().flatten()
+    """A copy of this process's share of the weights, thinned evenly to about a million values."""
+    flat = processes.local_values(weight)
     return flat[:: max(1, flat.numel() // _SAMPLED_WEIGHTS)].clone()
 
 

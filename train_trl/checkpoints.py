@@ -20,6 +20,7 @@ import yaml
 from transformers import TrainerCallback
 
 from ..configuration.errors import NormalignError, RunStopped
+from . import processes
 from .recipe import Recipe
 from .recipe_reading import recipe_as_yaml
 
@@ -154,7 +155,9 @@ def save_finished(trainer: Any, output_dir: str | Path) -> Path:
     trainer.accelerator.wait_for_everyone()
     try:
         trainer.save_model(str(work))
-        trainer.accelerator.wait_for_everyone()
+        with processes.agreement():
+            if first:
+                processes.refuse_empty_tensors(work)
         if first:
             for path in sorted(work.iterdir(), key=lambda path: path.name in ("config.json", "adapter_config.json")):
                 path.replace(out / path.name)

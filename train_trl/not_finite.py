@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..configuration.errors import NormalignError
+from . import processes
 
 
 def refuse_loss_not_finite(
@@ -25,6 +26,12 @@ def refuse_loss_not_finite(
     Raises:
         NormalignError: always.
     """
+    if processes.count() > 1:
+        # a further look would wait for the other processes, which are not looking
+        raise NormalignError(
+            f"The loss became {loss.item()} in step {step}, in one of {processes.count()} processes. The last checkpoint is as "
+            f"it was. Run the same rows with one process to learn which module it comes from, or lower the learning rate."
+        )
     bad = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if bad:
         raise NormalignError(

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModel
 
 from ..configuration.errors import NormalignError
+from .processes import size_of, whole_values
 
 
 if TYPE_CHECKING:
@@ -199,8 +200,8 @@ def training_table(model: nn.Module, learning_rate: PartFigures, title: str, att
         T = model.config.aligned_norm["target_norm"]
         caption = (
             f"{norm.kind}: T {'not measured' if T is None else f'{T:.4g}'}, "
-            f"gain {norm.weight.detach().abs().mean().item():.4g}, "
-            f"GWC {f'on, mu {norm.mu.item():.4g}' if norm.gwc else 'off'}"
+            f"gain {(mean_gain := whole_values(norm.weight).abs().mean().item()):.4g}, "
+            f"GWC {f'on, mu {max(mean_gain, norm.gwc_floor):.4g}' if norm.gwc else 'off'}"
         )
     caption += f"; attention: {', '.join(f'{part} {name}' for part, name in attention.items())}"
     table = Table(
@@ -209,22 +210,16 @@ def training_table(model: nn.Module, learning_rate: PartFigures, title: str, att
     for column, justify in (("part", "left"), ("state", "left"), ("parameters", "right"), ("learning rate", "right")):
         table.add_column(column, justify=justify)
     for part, parameters in parameters_by_part(model).items():
-        trained = sum(_count(parameter) for _, parameter in parameters if parameter.requires_grad)
+        trained = sum(size_of(parameter) for _, parameter in parameters if parameter.requires_grad)
         adapted = any(".lora_" in name for name, _ in parameters)
         state = "adapted" if trained and adapted else "trained" if trained else "frozen" if parameters else "absent"
         # an adapted layer counts once: neither its adapter nor the copy that PEFT keeps of a saved module adds to the model
         all_of_it = sum(
-            _count(p) for name, p in parameters if ".lora_" not in name and ".original_module." not in name
+            size_of(p) for name, p in parameters if ".lora_" not in name and ".original_module." not in name
         )
         count = f"{all_of_it:,}" if trained in (0, all_of_it) else f"{trained:,} of {all_of_it:,}"
         table.add_row(part, state, count, f"{learning_rate.of(part):g}" if trained else "-")
     return table
-
-
-def _count(parameter: nn.Parameter) -> int:
-    """How many weights it holds; those in 4 bits are packed in fewer values."""
-    packed = getattr(parameter, "quant_state", None)
-    return parameter.numel() if packed is None else packed.shape.numel()
 
 
 def total_norm(tensors: list[torch.Tensor]) -> float:

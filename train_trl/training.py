@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import ProcessorMixin, TrainerCallback, set_seed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
+from transformers.utils import strtobool
 from trl import SFTConfig, SFTTrainer
 
 from ..assembly.adapters import is_adapter, refuse_broken_adapter
@@ -30,6 +32,7 @@ from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError, RunStopped
 from ..modeling.configuration_normalign_llava import NormAlignLlavaConfig, complete_aligned_norm
 from ..modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from . import processes
 from .adapters import add_adapters, base_of, check_adapters, expected_keys, has_adapters, quantize_language_
 from .attention import set_attention
 from .callbacks import StageProgress, TrainLog
@@ -120,28 +123,34 @@ def train_in_memory(
     """
     check_version()
     check_settings(recipe)
-    check_output(recipe)
-    going_on = goes_on(recipe)
-    resume = find_resume(recipe.output_dir) if going_on else None
-    set_seed(recipe.seed)
-    dataset = load_data(recipe) if dataset is None else dataset
-    with loaded(recipe, dataset, going_on) as (model, processor, base):
-        check_processor(processor)
+    # joins the other processes, and tells transformers to share out what it loads under ZeRO-3
+    arguments = training_arguments(recipe)
+    with processes.agreement():
+        check_output(recipe)
+        going_on = goes_on(recipe)
+        resume = find_resume(recipe.output_dir) if going_on else None
+        set_seed(recipe.seed)
+        dataset = load_data(recipe) if dataset is None else dataset
+    with loaded(recipe, dataset, going_on, arguments) as (model, processor, base):
+        with processes.agreement():
+            check_processor(processor)
+        # each process looks at a share of the rows and hears of all
         report = check_rows(dataset, processor, recipe, config=model.config)
         dataset = without_bad_rows(dataset, report, processor, recipe)
         if has_adapters(recipe):
             model = adapted(model, recipe)
-        freeze(model, recipe.tune)
-        attention = set_attention(
-            without_adapters(model), recipe.attn_implementation, half_precision=uses_bfloat16(recipe)
-        )
-        trainer = build_trainer(model, processor, dataset, recipe)
+        with processes.agreement():
+            freeze(model, recipe.tune)
+            bare, half = without_adapters(model), uses_bfloat16(recipe)
+            attention = set_attention(bare, recipe.attn_implementation, half_precision=half)
+        trainer = build_trainer(model, processor, dataset, recipe, arguments)
         more = callbacks(model, processor) if callbacks else []
         # an earlier run stays until the new one is ready to start
-        clear_output(recipe)
-        if trainer.is_world_process_zero():
-            begin_folder(recipe, resume, base)
-            _print_table(model, recipe, attention)
+        with processes.agreement():
+            clear_output(recipe)
+            if processes.is_first():
+                begin_folder(recipe, resume, base)
+        _print_table(model, recipe, attention)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
     with full_disk_explained(recipe.output_dir):
         try:
@@ -156,34 +165,44 @@ def train_in_memory(
                 f"Stopped by SIGTERM after step {stop.stopped_at} of {trainer.state.max_steps}; "
                 f"{recipe.output_dir}/checkpoint-{stop.stopped_at} is written. Run the same command again to go on."
             )
-        refuse_values_not_finite(model, recipe)
+        with processes.agreement():
+            refuse_values_not_finite(model, recipe)
     return trainer
 
 
 @contextmanager
 def loaded(
-    recipe: Recipe, dataset: Dataset, going_on: bool
+    recipe: Recipe, dataset: Dataset, going_on: bool, arguments: SFTConfig
 ) -> Iterator[tuple[nn.Module, ProcessorMixin, Path | None]]:
     """The model, its processor, and where the model stands that an adapter needs and no other folder holds.
 
     A composed model that gets an adapter is written beside `output_dir`, to be moved into it when the run begins; a run
-    that is gone on with has it there already.
+    that is gone on with has it there already. Of several processes, the first of each machine composes, and all load what
+    it has written there: a model that is shared out over processes while it is loaded (ZeRO-3, FSDP) cannot be put
+    together from parts.
     """
     own = Path(recipe.output_dir) / BASE_NAME
-    composes = recipe.compose is not None and has_adapters(recipe)
-    if composes and going_on and own.is_dir():
+    kept = recipe.compose is not None and has_adapters(recipe)
+    if kept and going_on and own.is_dir():
         yield *load_or_compose(dataclasses.replace(recipe, compose=None, model=str(own)), dataset), None
-        return
-    model, processor = load_or_compose(recipe, dataset)
-    if not composes or not _is_first_process():
-        yield model, processor, None
-        return
-    parent = own.resolve().parent.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with full_disk_explained(parent), TemporaryDirectory(prefix=f".{own.parent.name}.", dir=parent) as work:
-        base = Path(work) / BASE_NAME
-        write_parts(model, processor, base)
-        yield model, processor, base
+    elif recipe.compose is not None and processes.count() > 1:
+        with processes.folder_of_this_machine(beside=recipe.output_dir) as folder:
+            base = folder / BASE_NAME
+            with processes.agreement(), _held_whole(arguments):
+                if processes.is_first_of_machine():
+                    write_parts(*load_or_compose(recipe, dataset), base)
+            start = dataclasses.replace(recipe, compose=None, model=str(base))
+            yield *load_or_compose(start, dataset), base if kept and processes.is_first() else None
+    elif kept:
+        parent = own.resolve().parent.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        with full_disk_explained(parent), TemporaryDirectory(prefix=f".{own.parent.name}.", dir=parent) as work:
+            model, processor = load_or_compose(recipe, dataset)
+            base = Path(work) / BASE_NAME
+            write_parts(model, processor, base)
+            yield model, processor, base
+    else:
+        yield *load_or_compose(recipe, dataset), None
 
 
 def adapted(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -280,7 +299,7 @@ def check_output(recipe: Recipe) -> None:
     if goes_on(recipe):
         return
     # of the processes of one run, the first may have begun to write already
-    if not _is_first_process() or not folder.exists() or not any(folder.iterdir()):
+    if not processes.is_first() or not folder.exists() or not any(folder.iterdir()):
         return
     if not recipe.overwrite:
         raise NormalignError(
@@ -303,14 +322,10 @@ def check_output(recipe: Recipe) -> None:
 def clear_output(recipe: Recipe) -> None:
     """Empties the folder of an earlier run, where `check_output` has found that it is one; its log goes last."""
     folder = Path(recipe.output_dir)
-    if not recipe.overwrite or not _is_first_process() or not folder.exists():
+    if not recipe.overwrite or not processes.is_first() or not folder.exists():
         return
     for path in sorted(folder.iterdir(), key=lambda path: path.name == LOG_NAME):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _is_first_process() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -323,12 +338,25 @@ def _is_of_a_run(path: Path) -> bool:
 def refuse_values_not_finite(model: nn.Module, recipe: Recipe) -> None:
     """Raises NormalignError with the first weight that is NaN or infinite."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        if not torch.isfinite(processes.local_values(parameter)).all():
             raise NormalignError(
                 f"After the last step of {recipe.name} the weight {name} holds values that are not finite, so the model is "
                 f"of no use and was not saved. Lower learning_rate (it is {recipe.learning_rate.all:g}) or max_grad_norm (it is "
                 f"{recipe.max_grad_norm:g}), and look at the last lines of {Path(recipe.output_dir) / LOG_NAME}."
             )
+
+
+@contextmanager
+def _held_whole(arguments: SFTConfig) -> Iterator[None]:
+    """Within, a model is loaded in full by the process that asks for it, also under ZeRO-3."""
+    if arguments.deepspeed_plugin is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        arguments.deepspeed_plugin.set_deepspeed_weakref()
 
 
 def load_or_compose(recipe: Recipe, dataset: Dataset | IterableDataset) -> tuple[nn.Module, ProcessorMixin]:
@@ -371,6 +399,9 @@ def load_or_compose(recipe: Recipe, dataset: Dataset | IterableDataset) -> tuple
         model, info = NormAlignLlavaForConditionalGeneration.from_pretrained(
             start, dtype=torch.float32, output_loading_info=True
         )
+    if is_deepspeed_zero3_enabled():
+        # transformers would save the weights under names that they did not have
+        model._weight_conversions = None
     refuse_missing_weights("The model", start, model, info)
     settings = model.config.aligned_norm
     for key, value in ARMS.get(recipe.arm, {}).items():
@@ -420,7 +451,7 @@ def first_images(dataset: Dataset | IterableDataset, count: int = 16) -> list[An
 
 
 class AlignedSFTTrainer(SFTTrainer):
-    """TRL's SFTTrainer; frozen parts stay in eval mode, checkpoints are sealed, and no model card is made up."""
+    """TRL's SFTTrainer; frozen parts stay in eval mode, every process runs every part, checkpoints are sealed."""
 
     _frozen: list[nn.Module] | None = None
     recipe: Recipe
@@ -434,6 +465,15 @@ class AlignedSFTTrainer(SFTTrainer):
         """Rows of like length together, where the recipe says so."""
         return super()._get_train_sampler(train_dataset) if self.row_sampler is None else self.row_sampler
 
+    def train(self, *args, **kwargs):
+        """As in TRL; the norm stays in float32 under FSDP2, and a batch without images does not hold up the others."""
+        vision_path = processes.VisionPath(self.model)
+        try:
+            with processes.norm_in_float32():
+                return super().train(*args, **kwargs)
+        finally:
+            vision_path.remove()
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
         if self.model.training:
@@ -446,9 +486,6 @@ class AlignedSFTTrainer(SFTTrainer):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training and not return_outputs and not torch.isfinite(loss):
             refuse_loss_not_finite(self.model, inputs, loss, self.state.global_step + 1, [])
-        if self.model.training and not return_outputs and not loss.requires_grad:
-            # a batch without images teaches nothing where the language model is frozen: its gradient is zero
-            loss = loss + sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
         return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -461,8 +498,15 @@ class AlignedSFTTrainer(SFTTrainer):
         return optimizer
 
     def _save(self, output_dir=None, state_dict=None):
-        """As in transformers; the recipe is added, and an adapter looked at."""
-        super()._save(output_dir, state_dict)
+        """As in transformers; the recipe is added, and an adapter looked at.
+
+        What is gathered from all processes has tied weights twice, and a model folder has them once.
+        """
+        if state_dict and not hasattr(self.model, "peft_config"):
+            tied = getattr(self.model, "all_tied_weights_keys", {})
+            state_dict = {name: value for name, value in state_dict.items() if name not in tied}
+        with processes.own_class(self.model):
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
             complete_folder(Path(output_dir), self.recipe)
             if self.adapter_keys is not None:
@@ -502,16 +546,20 @@ class AlignedSFTTrainer(SFTTrainer):
 
 
 def build_trainer(
-    model: nn.Module, processor: ProcessorMixin, dataset: Dataset | IterableDataset, recipe: Recipe
+    model: nn.Module,
+    processor: ProcessorMixin,
+    dataset: Dataset | IterableDataset,
+    recipe: Recipe,
+    arguments: SFTConfig | None = None,
 ) -> AlignedSFTTrainer:
-    """TRL's trainer with the recipe's figures, the log and the progress bar.
+    """TRL's trainer with the recipe's figures (or `arguments` made of them before), the log and the progress bar.
 
     Raises:
         NormalignError: the processor does not do, the batch cannot be split over processes and accumulation, the language
             model does not do for `padding_free`, or the encoder's outputs cannot be cached.
     """
     check_processor(processor)
-    arguments = training_arguments(recipe)
+    arguments = arguments or training_arguments(recipe)
     collator = PaddedCollator(processor, assistant_only_loss=True)
     if recipe.batching == "padding_free":
         boundaries = prepare_padding_free(without_adapters(model))
@@ -519,7 +567,7 @@ def build_trainer(
     if recipe.cache_vision_features:
         dataset = without_decoding(dataset)
         folder = recipe.cache_dir or Path(recipe.output_dir).parent / "vision_cache"
-        collator.vision_cache = fill_cache(without_adapters(model), processor, dataset, folder, arguments.bf16)
+        collator.vision_cache = fill_cache(without_adapters(model), processor, dataset, folder, uses_bfloat16(recipe))
         read_from_cache(without_adapters(model), collator.vision_cache)
     trainer = AlignedSFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
     # not as an argument: TRL then leaves out that model and tokenizer agree on the padding token
@@ -531,6 +579,11 @@ def build_trainer(
         trainer.figures_by_part = figures
     trainer.recipe = recipe
     trainer.adapter_keys = expected_keys(model) if has_adapters(recipe) else None
+    if strtobool(os.environ.get("ACCELERATE_USE_FSDP", "false")) and not trainer.is_fsdp_enabled:
+        raise NormalignError(
+            "FSDP was asked for, but accelerate shards a model on GPUs alone and would train without it. On the CPU use "
+            "configuration/accelerate/cpu.yaml."
+        )
     trainer.remove_callback(transformers.ProgressCallback)
     trainer.add_callback(StageProgress(recipe.name))
     trainer.throughput = Throughput(model.config.image_token_id, model.config.image_seq_length)
@@ -542,9 +595,11 @@ def build_trainer(
 
 def training_arguments(recipe: Recipe) -> SFTConfig:
     """The recipe in TRL's words."""
-    per_device, accumulation = batch_of_a_process(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    per_device, accumulation = batch_of_a_process(recipe, world)
     gpu = torch.cuda.is_available()
-    return SFTConfig(
+    deepspeed, bf16 = strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")), uses_bfloat16(recipe)
+    arguments = SFTConfig(
         output_dir=recipe.output_dir,
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulation,
@@ -557,8 +612,12 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         warmup_steps=recipe.warmup,
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
-        bf16=uses_bfloat16(recipe),
-        use_cpu=not gpu,
+        # DeepSpeed's own bf16 would hold the weights in bfloat16; autocast, as without it, leaves them in float32
+        bf16=bf16 and not deepspeed,
+        # accelerate has DeepSpeed on the CPU only where it is told of gloo, and not that this is a CPU
+        use_cpu=not gpu and not deepspeed,
+        ddp_backend="gloo" if world > 1 and not gpu else None,
+        ddp_find_unused_parameters=False,
         **{_CHECKPOINTING: recipe.gradient_checkpointing, f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}},
         assistant_only_loss=True,
         max_length=None,
@@ -572,6 +631,10 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         save_steps=recipe.save_steps or 500,
         report_to=recipe.report_to or "none",
     )
+    if deepspeed and bf16:
+        arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        arguments.deepspeed_plugin.set_deepspeed_weakref()
+    return arguments
 
 
 def uses_bfloat16(recipe: Recipe) -> bool:
@@ -616,4 +679,7 @@ def _print_table(model: nn.Module, recipe: Recipe, attention: dict[str, str]) ->
     from rich.console import Console
 
     start = recipe.start_folder() or f"{recipe.compose.vision} + {recipe.compose.text}"
-    Console().print(training_table(model, recipe.learning_rate, f"{recipe.name}: {start}", attention))
+    # every process gathers the norm, one prints
+    table = training_table(model, recipe.learning_rate, f"{recipe.name}: {start}", attention)
+    if processes.is_first():
+        Console().print(table)
