@@ -73,7 +73,7 @@ def row_lengths(dataset: Dataset, processor: ProcessorMixin) -> list[int]:
         return dataset["length"]
     blank = processor(images=[Image.new("RGB", (32, 32))], text=processor.image_token, return_tensors="pt")
     per_image = int((blank["input_ids"] == processor.image_token_id).sum())
-    dataset, lengths = without_decoding(dataset).select_columns(["messages", "images"]), []
+    dataset, lengths = without_decoding(dataset), []
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         rows = dataset[start : start + _ROWS_AT_ONCE]
         tokens = processor.tokenizer.apply_chat_template(

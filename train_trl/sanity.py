@@ -16,6 +16,7 @@ from ..assembly.saving import write_parts
 from ..configuration.errors import NormalignError
 from ..evaluation.generation import answer_rows, load_model
 from .adapters import has_adapters
+from .images import open_images
 from .recipe import Recipe
 
 
@@ -88,7 +89,7 @@ def _first_rows(dataset: Any) -> Any:
     rows = []
     for row in dataset:
         if row.get("images") and row["messages"][-1]["role"] == "assistant" and _answer(row):
-            rows.append({"messages": row["messages"], "images": row["images"]})
+            rows.append({"messages": row["messages"], "images": open_images(row)})
         if len(rows) == ROWS:
             break
     if not rows:

@@ -62,7 +62,8 @@ def run(recipe):
 
     with (
         mock.patch.object(training, "load_data", lambda recipe: rows()),
-        mock.patch.object(training, "check_supervision", lambda dataset, processor: None),
+        mock.patch.object(training, "check_rows", lambda *args, **kwargs: None),
+        mock.patch.object(training, "without_bad_rows", lambda dataset, *args: dataset),
         mock.patch.object(
             training.AlignedSFTTrainer, "_get_train_sampler", lambda self, data=None: SequentialSampler(data)
         ),
