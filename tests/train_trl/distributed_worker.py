@@ -127,23 +127,9 @@ def dtypes_in_bfloat16(out, backbones, start):
 
 def train_adapters(out, backbones, start):
     """One step of LoRA on the language model, projector and norm saved whole."""
-    from peft import LoraConfig
+    from normalign.train_trl.recipe import TuneSettings
 
-    from normalign.train_trl import training
-
-    settings = recipe(2, out, backbones, start, max_steps=1, save_steps=None)
-    arguments = training.training_arguments(settings)
-    model, processor = training.load_or_compose(settings, rows())
-    adapters = LoraConfig(
-        task_type="CAUSAL_LM",
-        target_modules=r".*language_model.*(q|v)_proj",
-        modules_to_save=["multi_modal_projector"],
-    )
-    trainer = training.AlignedSFTTrainer(
-        model=model, args=arguments, train_dataset=rows(), processing_class=processor, peft_config=adapters
-    )
-    trainer.train()
-    training.save(trainer, out)
+    run(recipe(2, out, backbones, start, max_steps=1, save_steps=None, tune=TuneSettings(language="lora")))
 
 
 def main(out, backbones, start, *ways):

@@ -216,7 +216,7 @@ def test_the_table_counts_adapters_and_the_log_measures_them(made, run):
     recipe, model, _ = made(tune=LANGUAGE, lora={"rank": 2})
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(training_table(model, recipe.learning_rate, "x"))
+        console.print(training_table(model, recipe.learning_rate, "x", {}))
     lines = [line.replace("│", "").split() for line in capture.get().splitlines()]
     count = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
     base = sum(p.numel() for n, p in model.named_parameters() if part_of(n) == "language") - count

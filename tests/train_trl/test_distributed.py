@@ -123,12 +123,16 @@ def test_gradient_and_gwc_are_those_of_one_process(both, single, backbones, way)
 def test_the_log_of_two_processes_is_that_of_one(both, single, way):
     """R90: sharded weights and gradients are summed over the processes; what cannot be had is null, never wrong."""
     gone = {f"grad_norm/{part}" for part in PARTS} if way.startswith("zero") else set()
+    gone |= {"clip_factor_without_gwc"} if gone else set()
     for stage in ("stage1", "stage2"):
         one, two = log_of(single / stage), log_of(both(way) / stage)
         assert [record["step"] for record in two] == [record["step"] for record in one]
         for expected, record in zip(one, two):
             assert all(record[key] is None for key in gone)
-            for key in expected.keys() - gone:
+            # how fast it went, and how much was padded in batches that were put together differently, is another matter
+            for key in expected.keys() - gone - {"padding_share"}:
+                if key.endswith("_per_second"):
+                    continue
                 value = expected[key]
                 near = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
                 assert record[key] == near, f"{stage}, step {record['step']}: {key}"
