@@ -394,6 +394,72 @@ def train(
         raise typer.Exit(1)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def ablate(
+    ctx: typer.Context,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", show_default=False, help="The last stage's; those before it are found by from_stage."
+        ),
+    ],
+    out: Out,
+    arms: Annotated[
+        str, typer.Option(metavar="NAME,...", help="What is compared; the first is what the others are compared with.")
+    ] = "none,default,aligned,aligned_gwc",
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each arm.")] = 5,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at once.")] = 1,
+    questions: Annotated[int, typer.Option(min=1, metavar="N", help="Held-out questions at the end of a run.")] = 600,
+    measure_every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between measurements.")] = 25,
+    as_json: AsJson = False,
+) -> None:
+    """Compare arms of the norm over several seeds, alike in all else: a page with figures, intervals and findings.
+
+    Further options replace settings of the recipes, as with train. Stopped and called again, it goes on.
+    """
+    from .train_trl import RecipeError, parse_overrides
+    from .train_trl.ablate import ablate
+
+    names = [name.strip() for name in arms.split(",") if name.strip()]
+    try:
+        with _only_json(as_json), _run_bar() as say:
+            folder = ablate(
+                recipe,
+                names,
+                seeds,
+                out,
+                parse_overrides(ctx.args),
+                processes=processes,
+                progress=say,
+                questions=questions,
+                measure_every=measure_every,
+            )
+    except RecipeError as error:
+        raise _WrongUsage(str(error)) from error
+    if as_json:
+        _print_json(_read_json(folder / "summary.json"))
+    else:
+        _report({"summary": str(folder / "summary.json"), "page": str(folder / "ablation.html")}, as_json)
+
+
+@contextmanager
+def _run_bar():
+    """One bar over all runs, on stderr, with the time left; call it with the last run's name, runs done, and of how many."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bars:
+        task = bars.add_task("")
+        yield lambda name, done, total: bars.update(task, completed=done, total=total, description=f"last: {name}")
+
+
 @app.command()
 def chat(
     model: Model,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -211,10 +212,18 @@ def _start_worker(threads: int) -> None:
 def _run(ablation: Ablation, arm: str, seed: int, folder: str) -> str:
     """Trains and measures one arm with one seed; result.json is written last. What a stopped run left is done again."""
     from ..assembly.loading import quiet_transformers
+
+    with _quiet(), quiet_transformers():
+        _train_and_measure(ablation, arm, seed, Path(folder))
+    return f"{arm}, seed {seed}"
+
+
+def _train_and_measure(ablation: Ablation, arm: str, seed: int, folder: Path) -> None:
+    from ..evaluation.generation import load_model
     from .held_out import HeldOut, digit_scene_held_out
     from .training import check_settings, run
 
-    folder = Path(folder)
+    start = time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     stages, curve, ends = [], [], {}
@@ -229,16 +238,14 @@ def _run(ablation: Ablation, arm: str, seed: int, folder: str) -> str:
                 ends["before"], ends["gain"] = _inspect(model, processor), norm and norm.weight.detach().clone()
             return [_curve(HeldOut(processor, rows), ablation.measure_every, recipe.name, curve)]
 
-        with _quiet(), quiet_transformers():
-            run(recipe, callbacks)
+        run(recipe, callbacks)
         stages.append({"stage": recipe.name, **_means_of_log(recipe)})
-    from ..evaluation.generation import load_model
-
     model, processor = load_model(recipe.output_dir)
     rows = digit_scene_held_out(ablation.questions, ablation.captions, ablation.text_only, seed=3)
     result = {
         "arm": arm,
         "seed": seed,
+        "seconds": round(time.perf_counter() - start, 1),
         "held_out": HeldOut(processor, rows).measure(model),
         "curve": curve,
         "stages": stages,
@@ -251,7 +258,6 @@ def _run(ablation: Ablation, arm: str, seed: int, folder: str) -> str:
     # what was measured stays; the weights of dozens of runs would fill the disk
     for weights in folder.glob("*/*.safetensors"):
         weights.unlink()
-    return f"{arm}, seed {seed}"
 
 
 def _of_run(recipe: Recipe, seed: int, folder: Path) -> Recipe:

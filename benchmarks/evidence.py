@@ -1,0 +1,93 @@
+"""Runs the ablations that docs/evidence.md tells of, in the two mini settings, and records what they came to.
+
+    python benchmarks/evidence.py OUT [--seeds 5] [--processes 2]
+
+In the first setting encoder and language model are pretrained, and training has two stages (recipes evidence/stage1 and
+evidence/stage2). In the second the language model starts from random weights (evidence/scratch). OUT holds the runs; a
+program that was stopped goes on. Writes benchmarks/results/evidence/{summary,scratch}.json and docs/images/evidence_*.png.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from record import machine, versions
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from normalign.configuration.backbones import resolve_backbone
+from normalign.train_trl.ablate import ablate
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "evidence"
+ARMS = ("none", "default", "aligned", "aligned_gwc", "rms", "scale")
+SCRATCH_ARMS = ARMS[:4]
+
+
+def random_language_model(folder: Path) -> Path:
+    """The mini language model with its tokenizer, its weights drawn anew."""
+    if not (folder / "config.json").exists():
+        mini = resolve_backbone("mini-language")
+        set_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(mini), dtype=torch.float32)
+        AutoTokenizer.from_pretrained(mini).save_pretrained(folder)
+        model.save_pretrained(folder)
+    return folder
+
+
+def run(name: str, recipe: str, arms: tuple, changes: dict, out: Path, arguments: argparse.Namespace) -> None:
+    """One ablation with a bar, and its record."""
+    start = time.perf_counter()
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns) as bars:
+        task = bars.add_task("")
+        ablate(
+            recipe,
+            arms,
+            arguments.seeds,
+            out / name,
+            changes,
+            processes=arguments.processes,
+            progress=lambda last, done, total: bars.update(task, completed=done, total=total, description=last),
+        )
+    seconds = sum(
+        json.loads(file.read_text(encoding="utf-8"))["seconds"] for file in (out / name).glob("runs/*/*/result.json")
+    )
+    summary = json.loads((out / name / "summary.json").read_text(encoding="utf-8"))
+    # the folder of the random language model is this machine's
+    summary["settings"]["overrides"] = dict.fromkeys(summary["settings"]["overrides"], "random weights")
+    recorded = {"machine": machine(), "versions": versions(), "seconds_of_all_runs": round(seconds), **summary}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+    for figure in (out / name / "figures").glob("*.png"):
+        shutil.copyfile(figure, ROOT / "docs" / "images" / f"evidence_{name}_{figure.stem}.png")
+    print(f"{name}: {time.perf_counter() - start:.0f} s now, {seconds:.0f} s of all runs")
+
+
+def main() -> None:
+    """Runs both settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="where the runs are kept")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", choices=("summary", "scratch"))
+    arguments = parser.parse_args()
+    if arguments.only != "scratch":
+        run("summary", "evidence/stage2", ARMS, {}, arguments.out, arguments)
+    if arguments.only != "summary":
+        language = random_language_model(arguments.out / "random-language")
+        run("scratch", "evidence/scratch", SCRATCH_ARMS, {"compose.text": str(language)}, arguments.out, arguments)
+
+
+if __name__ == "__main__":
+    main()
