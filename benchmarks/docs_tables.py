@@ -95,13 +95,118 @@ def recipe_costs(result: dict) -> str:
     return "\n".join(lines)
 
 
+def evidence(result: dict) -> str:
+    """One row an arm with means and 95% intervals over seeds, then what the numbers support."""
+    from normalign.train_trl.ablation_summary import sentences
+
+    stages = [stage["stage"] for stage in result["stages"]]
+    rows = {f"accuracy on the curve's rows after {stage}": f"after/{stage}/accuracy" for stage in stages[:-1]}
+    rows |= {
+        "accuracy on questions": "accuracy",
+        "its mean over the training": "area/accuracy",
+        "loss on questions (nats a token)": "question_loss",
+        "loss on captions": "caption_loss",
+        "accuracy on text alone": "text_only_accuracy",
+        "norm of projected tokens, start": "projected_norm/before",
+        "end": "projected_norm/after",
+        "norm of inserted over text tokens, start": "ratio/before",
+        "end ": "ratio/after",
+        "turns of visual over text tokens, start": "turn_ratio/before",
+        "end  ": "turn_ratio/after",
+        "mean gain, start": "gain/start",
+        "end   ": "gain/end",
+        "moved, of its length": "gain/movement",
+        f"clipping factor in {stages[-1]}": f"{stages[-1]}/clip_factor",
+    }
+    arms = result["arms"]
+    lines = ["| | " + " | ".join(arms) + " |", "|---|" + "---|" * len(arms)]
+    for words, measure in rows.items():
+        cells = [_with_interval(arm["measures"].get(measure)) for arm in arms.values()]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    seeds = result["settings"]["seeds"]
+    minutes, threads = result["seconds_of_all_runs"] / 60, result["machine"]["torch_threads"]
+    lines += [
+        "",
+        f"Means over {seeds} seeds with 95% intervals. All runs together took {minutes:.0f} minutes of a process of {threads} thread(s).",
+    ]
+    return "\n".join([*lines, "", *(f"- {sentence}" for sentence in sentences(result))])
+
+
+def _with_interval(figures: dict | None) -> str:
+    if figures is None:
+        return "-"
+    mean = f"{figures['mean']:.3g}"
+    return mean if figures["low"] is None else f"{mean} ({figures['low']:.3g} to {figures['high']:.3g})"
+
+
+def gwc_effect(result: dict) -> str:
+    """How much larger the steps of each part are with GWC, measured and predicted, and how the gain's number type matters."""
+    lines = [
+        "| optimizer | clipped | encoder | encoder's steps, measured | predicted | projector's | predicted | "
+        "language model's | predicted | clipping factor without, with GWC |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            row["optimizer"],
+            "yes" if row["clipped"] else "no",
+            "trained" if row["encoder_trained"] else "frozen",
+        ]
+        for part in ("vision", "projector", "language"):
+            for figures in (row["measured"], row["predicted"]):
+                cells.append(f"{figures[part]:.3g}x" if part in figures else "-")
+        cells.append(f"{row['clip_factor']['plain']:.3g}, {row['clip_factor']['gwc']:.3g}")
+        lines.append("| " + " | ".join(cells) + " |")
+    inverse = result["rows"][0]["inverse_mu"]
+    lines += [
+        "",
+        f"Means over {result['steps']} steps of {result['batch']} rows; 1/mu is {inverse:.1f}; clipped at {result['max_grad_norm']:g}.",
+        "",
+        "| gain starts at | held in | channels that moved | mean movement | of its start |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["gain"]:
+        share = row["moved_abs_mean"] / row["start_abs_mean"]
+        lines.append(
+            f"| {row['start_abs_mean']:.3g} | {row['dtype']} | {row['channels_that_moved']:.0%} | "
+            f"{row['moved_abs_mean']:.2g} | {share:.2%} |"
+        )
+    return "\n".join([*lines, "", f"AdamW at 1e-3, {result['gain'][0]['steps']} steps of stage 1, without GWC."])
+
+
+def smollm2(result: dict) -> str:
+    """Held-out caption loss of each arm on the way, and the norms at start and end."""
+    steps = [point["step"] for point in result["rows"][0]["curve"]]
+    lines = [
+        "| arm | "
+        + " | ".join(f"step {step}" for step in steps)
+        + " | projected norm, first to last logged step | mean gain |",
+        "|---|" + "---|" * (len(steps) + 2),
+    ]
+    for row in result["rows"]:
+        first, last = row["log"][0], row["log"][-1]
+        gain = "aligned_norm/gain_abs_mean"
+        moved = "-" if first[gain] is None else f"{first[gain]:.4f} to {last[gain]:.4f}"
+        norms = f"{first['norm/visual_in']:.3g} to {last['norm/visual_in']:.3g}"
+        losses = " | ".join(f"{point['loss']:.3f}" for point in row["curve"])
+        lines.append(f"| {row['case']} | {losses} | {norms} | {moved} |")
+    text = result["rows"][0]["log"][0]["norm/text"]
+    return "\n".join(
+        [*lines, "", f"Loss on held-out captions (nats a token), one seed an arm. Norm of text tokens: {text:.2f}."]
+    )
+
+
 TEXTS = {
     "aligned_norm_speed": speed,
     "demo": demo,
+    "gwc_effect": gwc_effect,
     "inspection_smollm2": inspection_smollm2,
     "inspection_speed": speed,
     "norm_gap": norm_gap,
     "recipe_costs": recipe_costs,
+    "scratch": evidence,
+    "smollm2": smollm2,
+    "summary": evidence,
 }
 
 
