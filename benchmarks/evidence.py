@@ -24,8 +24,7 @@ from normalign.train_trl.ablate import ablate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
-ARMS = ("none", "default", "aligned", "aligned_gwc", "rms", "scale")
-SCRATCH_ARMS = ARMS[:4]
+ARMS = ("none", "default", "aligned", "aligned_gwc")
 
 
 def random_language_model(folder: Path) -> Path:
@@ -57,6 +56,8 @@ def run(name: str, recipe: str, arms: tuple, changes: dict, out: Path, arguments
             arguments.seeds,
             out / name,
             changes,
+            curve_rows=48,
+            measure_every=50,
             processes=arguments.processes,
             progress=lambda last, done, total: bars.update(task, completed=done, total=total, description=last),
         )
@@ -86,7 +87,7 @@ def main() -> None:
         run("summary", "evidence/stage2", ARMS, {}, arguments.out, arguments)
     if arguments.only != "summary":
         language = random_language_model(arguments.out / "random-language")
-        run("scratch", "evidence/scratch", SCRATCH_ARMS, {"compose.text": str(language)}, arguments.out, arguments)
+        run("scratch", "evidence/scratch", ARMS, {"compose.text": str(language)}, arguments.out, arguments)
 
 
 if __name__ == "__main__":
