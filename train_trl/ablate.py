@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -191,7 +192,7 @@ def _run_all(jobs: list[tuple], processes: int) -> Iterator[str]:
             yield _run(*job)
         return
     threads = max(1, torch.get_num_threads() // processes)
-    with ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (threads,)) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (threads, os.getpid())) as pool:
         futures = [pool.submit(_run, *job) for job in jobs]
         try:
             for future in as_completed(futures):
@@ -201,9 +202,17 @@ def _run_all(jobs: list[tuple], processes: int) -> Iterator[str]:
             raise
 
 
-def _start_worker(threads: int) -> None:
+def _start_worker(threads: int, parent: int) -> None:
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+
+    def end_with_parent() -> None:
+        # a worker that outlived a killed ablation would write among the runs of the next one
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 # --- one run
