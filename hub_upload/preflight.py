@@ -86,7 +86,7 @@ def check_folder(folder: Path, *, load: bool = True) -> list[str]:
     if problems:
         raise NormalignError(
             f"{folder} is not fit to be published, and nothing was sent: {'; '.join(problems)}. Put it right where the "
-            f"model was exported from and write it again with `normalign export`."
+            f"model was exported from and write it again with `normalign export`; what you wrote into README.md by hand, there."
         )
     if load:
         _check_it_loads(folder)

@@ -92,6 +92,8 @@ def _with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(parent, str) or not parent.strip():
         raise RecipeError(f"{path}: 'extends' must name a recipe file, seen from this file's folder, got {parent!r}.")
     file = path.parent / Path(parent).expanduser()
+    if not file.is_file():  # then it may be the name of one that comes with the package
+        file = shipped_recipes().get(Path(parent).with_suffix("").as_posix(), file)
     line = (*children, path.resolve())
     if file.resolve() in line:
         raise RecipeError(f"{path}: 'extends' goes in a circle: {' -> '.join(p.name for p in line)} -> {file.name}.")
@@ -143,6 +145,7 @@ def merge_overrides(content: dict[str, Any], overrides: Mapping[str, Any]) -> di
     if changed_sources:
         for name in set(_SOURCES) - changed_sources:
             merged.pop(name, None)
+    _drop_other_data(merged, overrides)
     for dotted, value in overrides.items():
         block = merged
         *parents, last = dotted.split(".")
@@ -161,6 +164,19 @@ def merge_overrides(content: dict[str, Any], overrides: Mapping[str, Any]) -> di
         else:
             block[last] = _copy(value)
     return merged
+
+
+def _drop_other_data(content: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Removes from `content` what belongs to other data than `overrides` name: how many rows those had, or their mixture."""
+    block, given = content.get("data"), overrides.get("data")
+    given = dict(given) if isinstance(given, Mapping) else {}
+    given |= {key.removeprefix("data."): value for key, value in overrides.items() if key.startswith("data.")}
+    if not isinstance(block, dict):
+        return
+    if "name" in given and given["name"] != block.get("name", "digit_scenes"):
+        block.clear()
+    elif "name" in given or "path" in given:
+        block.pop("mixture", None)
 
 
 def _copy(value: Any) -> Any:

@@ -45,6 +45,7 @@ from .checkpoints import (
     find_resume,
     full_disk_explained,
     goes_on,
+    is_finished,
     save_finished,
     sealed,
     step_of,
@@ -302,8 +303,9 @@ def check_output(recipe: Recipe) -> None:
     if not processes.is_first() or not folder.exists() or not any(folder.iterdir()):
         return
     if not recipe.overwrite:
+        what = " (it holds a finished run)" if (folder / LOG_NAME).is_file() and is_finished(folder) else ""
         raise NormalignError(
-            f"output_dir {folder} is not empty, and a run does not mix with what is there. Name another folder with "
+            f"output_dir {folder} is not empty{what}, and a run does not mix with what is there. Name another folder with "
             f"--output_dir, or have an earlier run in it replaced with --overwrite true."
         )
     if not (folder / LOG_NAME).is_file():

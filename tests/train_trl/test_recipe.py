@@ -158,6 +158,26 @@ def test_a_recipe_is_a_small_difference_from_its_parent(tmp_path):
     assert loaded.learning_rate == PartFigures(3e-4, vision=1e-6)
 
 
+def test_a_recipe_extends_one_that_comes_with_the_package_by_its_name(tmp_path):
+    child = tmp_path / "mine.yaml"
+    for parent in ("demo/stage1", "demo/stage1.yaml"):
+        child.write_text(f"{{extends: {parent}, output_dir: a}}")
+        assert load_recipe(child) == load_recipe("demo/stage1", {"output_dir": "a", "name": "mine"})
+
+
+def test_other_data_do_not_take_over_the_rows_or_the_mixture_of_the_parents(tmp_path):
+    child, mixed = tmp_path / "mine.yaml", tmp_path / "mixed.yaml"
+    child.write_text("{extends: demo/stage1, data: {name: llava, path: a.json}}")
+    loaded = load_recipe(child)
+    assert (loaded.data.name, loaded.data.path, loaded.data.rows) == ("llava", "a.json", None)
+    assert load_recipe(child, {"data.rows": "9"}).data.rows == 9
+    assert load_recipe("demo/stage1", {"data.seed": 3}).data.rows == 6400
+    mixed.write_text("{extends: mine.yaml, data: {mixture: [{name: trl, path: b.jsonl}]}}")
+    assert load_recipe(mixed).data.mixture[0].path == "b.jsonl"
+    assert load_recipe(mixed, {"data.path": "c.json"}).data.mixture is None
+    assert load_recipe(mixed, {"data": {"name": "trl", "path": "c.json"}}).data.mixture is None
+
+
 def test_a_parent_that_is_missing_or_goes_in_a_circle_is_named(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("extends: second.yaml")
