@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from . import __version__
-from .configuration.errors import NormalignError
+from .configuration.errors import NormalignError, RunStopped, quiet_optional_packages
 
 
 # `click` is a package of its own or a part of typer, by typer's version: reach its base class without naming either.
@@ -67,8 +67,12 @@ def _say_error(error: Exception) -> None:
             "run the same command with --debug to see where it happened."
         )
     console = Console(stderr=True, highlight=False)
-    console.print("[bold red]Error:[/]", end=" ")
-    console.print(" ".join(paragraph.split()), markup=False, soft_wrap=True)
+    if not isinstance(error, RunStopped):
+        console.print("[bold red]Error:[/]", end=" ")
+    # one paragraph, but for the items of a list
+    first, *items = paragraph.split("\n  - ")
+    lines = [" ".join(first.split()), *(f"  - {' '.join(item.split())}" for item in items)]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 app = typer.Typer(
@@ -855,4 +859,5 @@ def _readable(value: Any) -> str:
 
 def main() -> None:
     """Run the program; exits with 0 when done, 1 when it failed, 2 when called wrongly, 130 when interrupted."""
+    quiet_optional_packages()
     app(prog_name="normalign")

@@ -2,13 +2,14 @@
 
 import sys
 
-from ..configuration.errors import NormalignError
+from ..configuration.errors import NormalignError, quiet_optional_packages
 from . import RecipeError, check, parse_overrides, train
 from .processes import is_first
 
 
 def main(arguments: list[str]) -> int:
     """Runs the recipe, or looks at its rows; 0 done, 1 failed or bad rows, 2 wrong usage, 130 interrupted, 143 SIGTERM."""
+    quiet_optional_packages()
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stderr.write(f"{__doc__}\n")
         return 0 if arguments else 2

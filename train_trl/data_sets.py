@@ -149,7 +149,8 @@ def _from_llava(raw: Mapping[str, Any]) -> tuple[list[dict], list]:
     """LLaVA's `conversations`, and `image`: a path, several, a struct of bytes, or none."""
     turns = raw.get("conversations")
     if not isinstance(turns, list | tuple):
-        raise ValueError(f"it has no list of conversations, but the keys {', '.join(map(str, raw)) or '(none)'}")
+        hint = ". Rows of messages are data.name: trl" if "messages" in raw else ""
+        raise ValueError(f"it has no list of conversations, but the keys {', '.join(map(str, raw)) or '(none)'}{hint}")
     messages = []
     for turn in turns:
         if not isinstance(turn, Mapping) or turn.get("from") not in _LLAVA_ROLES:
@@ -166,7 +167,8 @@ def _from_trl(raw: Mapping[str, Any]) -> tuple[list[dict], list]:
     if turns is None and raw.get("prompt") is not None and raw.get("completion") is not None:
         turns = [*_turns_of(raw["prompt"], "user"), *_turns_of(raw["completion"], "assistant")]
     if not isinstance(turns, list | tuple):
-        raise ValueError(f"it has no list of messages, but the keys {', '.join(map(str, raw)) or '(none)'}")
+        hint = ". Rows of conversations are data.name: llava" if "conversations" in raw else ""
+        raise ValueError(f"it has no list of messages, but the keys {', '.join(map(str, raw)) or '(none)'}{hint}")
     images, inside = _images_of(raw), []
     has_parts = any(
         isinstance(part, Mapping) and str(part.get("type")).startswith("image")
@@ -433,7 +435,8 @@ def _mapped(sources: list[DataSource], seed: int) -> Dataset:
         from rich.console import Console
 
         shares = (
-            f"{origin.count(index):,} of {len(source):,} rows of {source.name}" for index, source in enumerate(opened)
+            f"{origin.count(index):,} draws from {len(source):,} rows of {source.name}"
+            for index, source in enumerate(opened)
         )
         Console(stderr=True, highlight=False).print(f"An epoch has {', '.join(shares)}.", soft_wrap=True, markup=False)
     if not row:

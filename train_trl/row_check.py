@@ -185,10 +185,11 @@ class RowChecker:
                 f"{where} has {images} image{'' if images == 1 else 's'}, but {marks} image placeholder"
                 f"{'' if marks == 1 else 's'} in its text. {reads}",
             )
-        if not supervised:
+        if not supervised or not any(map(_says_something, row["messages"])):
+            what = "missing" if not supervised else "empty"
             return length, (
                 "no supervised token",
-                f"{where} has no assistant token to learn from: its answer is missing. {reads}",
+                f"{where} has no assistant token to learn from: its answer is {what}. {reads}",
             )
         if self.max_length is not None and length > self.max_length:
             return length, (
@@ -198,6 +199,14 @@ class RowChecker:
                 f"leave such rows out with on_bad_row: skip.",
             )
         return length, None
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    """Whether it is the assistant's, and not empty."""
+    if message["role"] != "assistant":
+        return False
+    content = message["content"]
+    return bool(content.strip() if isinstance(content, str) else "".join(p.get("text") or "" for p in content).strip())
 
 
 def tokens_of_an_image(processor: ProcessorMixin) -> int:
@@ -337,14 +346,14 @@ def without_bad_rows(
 
     if report.bad and recipe.on_bad_row == "error":
         raise NormalignError(
-            f"{summary(report)} {first_bad(report)} Put them right, or leave them out with "
-            f"--on_bad_row skip; `normalign train RECIPE --check --json` lists all of them."
+            f"{summary(report)} Put them right, or leave them out with --on_bad_row skip; `normalign train RECIPE --check "
+            f"--json` lists all of them.{first_bad(report)}"
         )
     if len(report.bad) == report.rows:
         none = "There are no rows to train on." if not report.rows else summary(report)
-        raise NormalignError(f"{none} {first_bad(report)} So nothing is left to train on.")
+        raise NormalignError(f"{none} So nothing is left to train on.{first_bad(report)}")
     if report.bad:
-        logger.warning("%s They are left out (on_bad_row: skip). %s", summary(report), first_bad(report))
+        logger.warning("%s They are left out (on_bad_row: skip).%s", summary(report), first_bad(report))
     if not isinstance(dataset, datasets.Dataset):
         return dataset.filter(_StreamFilter(RowChecker(processor, report.max_length), recipe.on_bad_row))
     dataset = dataset.add_column("length", list(report.lengths), feature=datasets.Value("int64"))
@@ -382,7 +391,7 @@ def summary(report: RowReport) -> str:
 
 
 def first_bad(report: RowReport) -> str:
-    """The first ten bad rows with what is wrong, in a sentence each."""
+    """The first ten bad rows with what is wrong, a line each."""
     more = len(report.bad) - _SHOWN
     reasons = [shortened(bad.reason, 400) for bad in report.bad[:_SHOWN]]
-    return " ".join([*reasons, *([f"... and {more:,} more."] if more > 0 else [])])
+    return "".join(f"\n  - {line}" for line in [*reasons, *([f"and {more:,} more"] if more > 0 else [])])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from normalign import __version__
 from normalign.cli import app
 from normalign.configuration.backbones import resolve_backbone
-from normalign.configuration.errors import NormalignError
+from normalign.configuration.errors import NormalignError, RunStopped
 from normalign.train_trl import RecipeError
 
 
@@ -450,6 +450,14 @@ def test_train_shows_the_resolved_recipe_and_trains_nothing(monkeypatch):
     shown = yaml.safe_load(result.stdout)
     assert (shown["compose"]["text"], shown["arm"]) == ("qwen2.5-7b-instruct", "none")
     assert json.loads(run("train", "demo/stage1", "--show", "--json").stdout)["batch_size"] == 32
+
+
+def test_a_list_of_rows_keeps_its_lines_and_a_stop_is_no_error(monkeypatch, recipe):
+    monkeypatch.setattr("normalign.train_trl.train", failing(NormalignError("Two  rows\nare bad:\n  - one\n  - two")))
+    assert run("train", recipe).stderr == "Error: Two rows are bad:\n  - one\n  - two\n"
+    monkeypatch.setattr("normalign.train_trl.train", failing(RunStopped("Stopped by SIGTERM.")))
+    result = run("train", recipe)
+    assert (result.exit_code, result.stderr) == (143, "Stopped by SIGTERM.\n")
 
 
 def test_a_recipe_that_is_not_there_is_wrong_usage_with_the_names_of_those_that_are():

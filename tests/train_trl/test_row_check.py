@@ -179,7 +179,7 @@ def test_error_lists_them_and_says_where_all_are(checked):
     words = str(caught.value)
     assert words.startswith("10 of 13 rows cannot be trained on: 2 malformed, 1 missing image, 2 broken image,")
     assert all(f"Row {bad.index} of " in words for bad in checked.report.bad)
-    assert "--on_bad_row skip" in words and "--check --json" in words and "\n" not in words
+    assert "--on_bad_row skip" in words and "--check --json" in words and words.count("\n  - ") == 10
 
 
 def test_skip_leaves_them_out_and_says_how_many_of_which_kind(checked, caplog):
@@ -196,8 +196,29 @@ def test_nothing_left_is_an_error(tmp_path, composed):
     recipe = recipe_of(tmp_path / "x.jsonl", on_bad_row="skip")
     rows = load_data(recipe)
     report = check_rows(rows, composed[1], recipe, progress=False)
-    with pytest.raises(NormalignError, match="1 of 1 rows cannot be trained on.*Row 0 of .*So nothing is left"):
+    with pytest.raises(
+        NormalignError, match="1 of 1 rows cannot be trained on.*So nothing is left(.|\\n)*- Row 0 of "
+    ):
         without_bad_rows(rows, report, composed[1], recipe)
+
+
+def test_an_empty_answer_is_no_answer(tmp_path, composed):
+    dialogues = [
+        [user("a"), {"role": "assistant", "content": " "}],
+        [user("a"), {"role": "assistant", "content": "b"}],
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"messages": turns}) for turns in dialogues))
+    recipe = recipe_of(tmp_path / "x.jsonl")
+    report = check_rows(load_data(recipe), composed[1], recipe, progress=False)
+    assert [(bad.row, bad.kind) for bad in report.bad] == [(0, "no supervised token")]
+    assert "its answer is empty" in report.bad[0].reason
+
+
+def test_a_file_of_the_other_form_is_told_so(tmp_path, composed):
+    (tmp_path / "x.json").write_text(json.dumps([{"conversations": [{"from": "human", "value": "a"}]}]))
+    recipe = recipe_of(tmp_path / "x.json")
+    report = check_rows(load_data(recipe), composed[1], recipe, progress=False)
+    assert "Rows of conversations are data.name: llava" in report.bad[0].reason
 
 
 def test_a_stream_is_looked_at_while_it_runs(file, composed, caplog):
