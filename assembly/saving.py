@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -9,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
 
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 # Where huggingface_hub keeps its notes on a folder it downloads or uploads.
 _FOLDERS_OF_THE_HUB = {".cache"}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def save_whole(
@@ -129,11 +133,21 @@ def is_at_or_above(folder: Path, kept: Path) -> bool:
 
 @contextmanager
 def written_in_full(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong."""
+    """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong.
+
+    Raises:
+        NormalignError: the folder cannot be made, or the disk is full.
+    """
     # a link keeps pointing to the folder, and "." has a name
     out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise NormalignError(
+            f"The folder {out} cannot be made ({error.strerror}). Name one in a folder that is there and that you may "
+            f"write to."
+        ) from error
     try:
         folder = work / out.name
         folder.mkdir()
@@ -147,5 +161,13 @@ def written_in_full(out: Path) -> Iterator[Path]:
                 raise
         else:
             folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        # safetensors gives the system's error in words alone
+        if getattr(error, "errno", None) in _NO_ROOM or any(f"(os error {code})" in str(error) for code in _NO_ROOM):
+            raise NormalignError(
+                f"There is no room on the disk for {out}, so nothing was left of it. Make room, or name a folder on "
+                f"another disk."
+            ) from error
+        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Where an exported model comes from: the recipes it was trained by, their data sets, and the licenses that came with it."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ import yaml
 
 from ..configuration.backbones import BACKBONES, resolve_backbone
 from ..configuration.errors import NormalignError
+from ..train_trl.recipe import Recipe
+from ..train_trl.recipe_reading import read_recipe
 
 
 RECIPE_FILE = "recipe.yaml"
@@ -48,13 +51,21 @@ def read_training(source: Path, recipes: Sequence[Path] = ()) -> Training:
         source: the folder that is exported: a finished stage's, or a checkpoint in one.
 
     Raises:
-        NormalignError: a recipe is no YAML mapping.
+        NormalignError: a recipe is no YAML mapping, or one that is given has none of a recipe's keys.
     """
+    # "." and a link have another name, and other folders beside them
+    source = source.resolve()
     files = list(recipes) or _recipes_of(source)
     training = Training(last=_last_logged(source))
     for file in files:
-        recipe = _read_recipe(file)
-        name = str(recipe.get("name") or Path(file).stem)
+        # a folder of someone else's must not lead to files of this machine
+        recipe = read_recipe(file, extended=bool(recipes))
+        if recipes and not recipe.keys() & {item.name for item in dataclasses.fields(Recipe)}:
+            # what it has instead may be secret
+            raise NormalignError(
+                f"The recipe {file} has none of a recipe's keys. Name the recipe that was trained by."
+            )
+        name = " ".join(str(recipe.get("name") or Path(file).stem).split())
         shown = {key: value for key, value in recipe.items() if key not in {"name", *_OF_THE_MACHINE}}
         shown = _public(shown, "", Path(file).parent)
         training.stages.append((name, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()))
@@ -73,22 +84,9 @@ def _recipes_of(source: Path) -> list[Path]:
     file = next((place / RECIPE_FILE for place in (source, stage) if (place / RECIPE_FILE).is_file()), None)
     while file is not None and file.is_file() and file not in files:
         files.insert(0, file)
-        former = _read_recipe(file).get("from_stage")
+        former = read_recipe(file, extended=False).get("from_stage")
         file = stage.parent / former / RECIPE_FILE if isinstance(former, str) and former.strip() else None
     return files
-
-
-def _read_recipe(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise NormalignError(f"The recipe {file} cannot be read for the card: {reason}") from error
-    if not isinstance(content, dict):
-        raise NormalignError(
-            f"The recipe {file} is no mapping of keys to values. Name the recipe that was trained by."
-        )
-    return content
 
 
 def _public(value: Any, key: str, beside: Path) -> Any:
