@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
+from .licenses import copy_licenses
 
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ def save_whole(
     sources: Sequence[str | os.PathLike] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Saves a model with its code and processor as the folder `out`, which is there in full afterwards or as it was.
+    """Saves a model with its code, processor and licenses as the folder `out`, which is there in full or as it was.
 
     Args:
-        sources: what the model was made from (folders, Hub ids or presets); a folder among them is never replaced.
+        sources: what the model was made from (folders, Hub ids or presets); a folder among them is never replaced, and
+            its license files are copied.
         overwrite: replace a folder that holds files.
 
     Returns:
@@ -48,6 +50,7 @@ def save_whole(
     out = check_target(out, sources=sources, overwrite=overwrite)
     with written_in_full(out) as folder:
         write_parts(model, processor, folder)
+        copy_licenses(sources, folder)
     return out
 
 

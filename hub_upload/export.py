@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard
 
+from ..assembly.licenses import is_license_file
 from ..assembly.loading import load_processor
 from ..assembly.saving import check_target, named_folder, write_parts, written_in_full
 from ..configuration.errors import NormalignError
@@ -21,7 +22,7 @@ from .card_check import check_card
 from .eval_results import EVAL_RESULTS, eval_result_files, is_eval_results
 from .model_card import CARD_MARK, License, check_results, model_card, model_facts
 from .norms import NORMS_FIGURE, draw_norms, norm_table
-from .origin import is_hub_id, is_license_file, license_files, read_training
+from .origin import is_hub_id, license_files, read_training
 from .preflight import path_problems, secret_problems, shipped_files
 from .source import MODEL_CLASSES, Source, load_source, open_source, sample_inputs, supported_model_type
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ..assembly.licenses import licenses_in
 from ..configuration.backbones import BACKBONES, resolve_backbone
 from ..configuration.errors import NormalignError
 from ..train_trl.recipe import Recipe
@@ -24,7 +25,6 @@ _MODEL_KEYS = {"model", "vision", "text", "from_stage", "base_model"}
 # The keys of a recipe's data block whose value names a data set.
 _DATA_SET_KEYS = {"name", "id", "path", "dataset"}
 _DATA_FILES = {".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".zip", ".tar", ".gz", ".npz", ".txt"}
-_LICENSE_FILE = re.compile(r"(licen[sc]e|notice)[\w-]*(\.txt|\.md)?", re.IGNORECASE)
 
 
 @dataclass
@@ -142,11 +142,6 @@ def _last_logged(source: Path) -> str | None:
 # --- licenses
 
 
-def is_license_file(name: str) -> bool:
-    """Whether a file is called as licenses and notices are: LICENSE, LICENSE.txt, NOTICE, ..."""
-    return bool(_LICENSE_FILE.fullmatch(name))
-
-
 def license_files(folders: Sequence[Path], composed_from: dict[str, str]) -> dict[str, Path]:
     """The license and notice files to ship, by their name in the export.
 
@@ -156,15 +151,9 @@ def license_files(folders: Sequence[Path], composed_from: dict[str, str]) -> dic
     """
     found: dict[str, Path] = {}
     for folder in folders:
-        if found := {file.name: file for file in _licenses_in(folder)}:
+        if found := {file.name: file for file in licenses_in(folder)}:
             break
     for part, name in composed_from.items():
-        for file in _licenses_in(Path(resolve_backbone(name)).expanduser()):
+        for file in licenses_in(Path(resolve_backbone(name)).expanduser()):
             found.setdefault(f"{file.stem}-{part}{file.suffix}", file)
     return found
-
-
-def _licenses_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(file for file in folder.iterdir() if file.is_file() and is_license_file(file.name))
