@@ -97,7 +97,7 @@ def export(
         expected_ids = _sample_ids(processor)
         code, facts = code_files(model_class), model_facts(model)
         norms = None if report is None else norm_table(report, facts)
-        licenses = license_files(source.folders, facts.composed_from)
+        licenses = license_files(source.folders)
         if base_model is None and source.base_name is not None and is_hub_id(source.base_name):
             base_model = None if Path(source.base_name).is_dir() else source.base_name
         card = model_card(

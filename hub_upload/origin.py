@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..assembly.licenses import licenses_in
-from ..configuration.backbones import BACKBONES, resolve_backbone
+from ..configuration.backbones import BACKBONES
 from ..configuration.errors import NormalignError
 from ..train_trl.recipe import Recipe
 from ..train_trl.recipe_reading import read_recipe
@@ -142,18 +142,7 @@ def _last_logged(source: Path) -> str | None:
 # --- licenses
 
 
-def license_files(folders: Sequence[Path], composed_from: dict[str, str]) -> dict[str, Path]:
-    """The license and notice files to ship, by their name in the export.
-
-    Args:
-        folders: the folders the weights are read from, the nearest first: all of it is read from the first that has any.
-        composed_from: the config's backbones by part; the files of one that is a folder here get the part's name.
-    """
-    found: dict[str, Path] = {}
-    for folder in folders:
-        if found := {file.name: file for file in licenses_in(folder)}:
-            break
-    for part, name in composed_from.items():
-        for file in licenses_in(Path(resolve_backbone(name)).expanduser()):
-            found.setdefault(f"{file.stem}-{part}{file.suffix}", file)
-    return found
+def license_files(folders: Sequence[Path]) -> dict[str, Path]:
+    """The license and notice files to ship, by name: all of the first that has any of the folders the weights are read
+    from, the nearest first."""
+    return {file.name: file for file in next(filter(None, map(licenses_in, folders)), [])}

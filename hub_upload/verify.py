@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .. import __version__
+from ..assembly.adapters import is_adapter
 from ..assembly.loading import explained, quiet_transformers, read_config
 from ..configuration.errors import NormalignError
 from .card_check import Problem, check_card
@@ -219,6 +220,11 @@ def _why_not_fetched(repo: str, revision: str | None, error: BaseException) -> s
 
 
 def _model_type(folder: Path, name: str) -> str:
+    if is_adapter(folder):
+        raise NormalignError(
+            f"{name} holds a PEFT adapter, which brings no code and no model of its own. Merge it into its base model with "
+            f"`normalign export {name} --out DIR`, and verify DIR."
+        )
     if not (folder / "config.json").is_file():
         raise NormalignError(f"{name} has no config.json, so it is not a model. Name the folder that holds it.")
     model_type = read_config(folder).get("model_type")

@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
+from normalign.assembly import save_whole
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import check_card, export, verify
 from normalign.hub_upload.export import code_files
@@ -251,14 +252,21 @@ def test_license_files_travel_with_the_weights_and_again_with_the_export(full, t
     assert "License files in this repository: [LICENSE](LICENSE), [NOTICE.txt](NOTICE.txt)." in card_of(full)
 
 
-def test_license_files_of_local_backbones_get_the_parts_name(make_model, make_checkpoint, tmp_path, monkeypatch):
+def test_license_files_of_local_backbones_travel_and_those_of_a_folder_that_happens_to_be_there_do_not(
+    composed, tmp_path, monkeypatch
+):
+    encoder = tmp_path / "models" / "encoder"
+    encoder.mkdir(parents=True)
+    (encoder / "LICENSE.txt").write_text("For seeing.\n")
+    save_whole(*composed, tmp_path / "vlm", sources=[encoder, "mini-language"])
+    (tmp_path / "mini-vision").mkdir()
+    (tmp_path / "mini-vision" / "LICENSE").write_text("Something else.\n")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "encoder").mkdir()
-    (tmp_path / "encoder" / "LICENSE.txt").write_text("For seeing.\n")
-    model = make_model(composed_from={"vision": "encoder", "text": "owner/language"})
-    out = export(make_checkpoint(model, tmp_path / "checkpoint"), tmp_path / "out")
-    assert (out / "LICENSE-vision.txt").read_text() == "For seeing.\n"
-    assert "[owner/language](https://huggingface.co/owner/language)" in card_of(out).split("## License")[1]
+    out = export("vlm", "out").resolve()
+    assert [file.name for file in out.iterdir() if "LICENSE" in file.name] == ["LICENSE-encoder.txt"]
+    assert (out / "LICENSE-encoder.txt").read_text() == "For seeing.\n"
+    data = ModelCard(card_of(out)).data
+    assert (data.license_name, data.license_link) == ("see-license-file", "LICENSE-encoder.txt")
 
 
 def test_without_files_the_base_models_licenses_are_linked(make_model, make_checkpoint, tmp_path):
