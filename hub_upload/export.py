@@ -22,7 +22,7 @@ from .card_check import check_card
 from .eval_results import EVAL_RESULTS, eval_result_files, is_eval_results
 from .model_card import CARD_MARK, License, check_results, model_card, model_facts
 from .norms import NORMS_FIGURE, draw_norms, norm_table
-from .origin import is_hub_id, license_files, read_training
+from .origin import is_hub_id, license_files, public_parts, read_training
 from .preflight import path_problems, secret_problems, shipped_files
 from .source import MODEL_CLASSES, Source, load_source, open_source, sample_inputs, supported_model_type
 
@@ -93,6 +93,7 @@ def export(
     training = read_training(source.folder, [Path(recipe).expanduser() for recipe in recipes])
     with written_in_full(out) as folder:
         model, processor = load_source(model_class, source)
+        _forget_where_it_came_from(model.config)
         expected = _logits(model, sample_inputs(model, processor))
         expected_ids = _sample_ids(processor)
         code, facts = code_files(model_class), model_facts(model)
@@ -174,7 +175,6 @@ def _may_ship(name: str) -> bool:
 
 
 def _write(model, processor, folder: Path, code: list[Path], max_shard_size: str | int | None) -> None:
-    _forget_where_it_came_from(model.config)
     _give_no_token_type_ids(processor.tokenizer)
     write_parts(model, processor, folder, max_shard_size)
     for file in code:
@@ -192,6 +192,8 @@ def _write_eval_results(results: dict | None, folder: Path) -> None:
 
 def _forget_where_it_came_from(config) -> None:
     config._name_or_path = ""
+    if composed_from := getattr(config, "composed_from", None):
+        config.composed_from = public_parts(composed_from)
     for part in (config.text_config, config.vision_config):
         part._name_or_path = ""
 

@@ -100,6 +100,13 @@ def _public(value: Any, key: str, beside: Path) -> Any:
     return "local model" if key in _MODEL_KEYS else "local data"
 
 
+def public_parts(composed_from: dict[str, str]) -> dict[str, str]:
+    """The names of a model's backbones by part; of a place on a machine the last name alone."""
+    return {
+        part: PureWindowsPath(name).name if _is_local(name, Path()) else name for part, name in composed_from.items()
+    }
+
+
 def _is_local(value: str, beside: Path) -> bool:
     if value in BACKBONES or "://" in value and not value.startswith("file:"):
         return False

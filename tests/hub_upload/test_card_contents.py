@@ -328,6 +328,14 @@ def test_what_is_of_this_machine_alone_gets_into_no_file(checkpoint, tmp_path, m
     assert not (tmp_path / "out").exists()
 
 
+def test_backbones_that_were_places_keep_their_last_name_alone(make_model, make_checkpoint, tmp_path):
+    model = make_model(composed_from={"vision": "/data/models/vit", "text": "owner/language"})
+    out = export(make_checkpoint(model, tmp_path / "checkpoint"), tmp_path / "out")
+    composed_from = json.loads((out / "config.json").read_text())["composed_from"]
+    assert composed_from == {"vision": "vit", "text": "owner/language"}
+    assert not any(b"/data/models" in file.read_bytes() for file in out.iterdir())
+
+
 def test_an_owner_on_the_hub_may_be_called_as_the_account(make_model, make_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "agnes_b")
     model = make_model(composed_from={"vision": "agnes_b/vision", "text": "owner/language"})
