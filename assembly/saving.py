@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -10,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from ..configuration.backbones import resolve_backbone
 from ..configuration.errors import NormalignError
+from .licenses import copy_licenses
 
 
 if TYPE_CHECKING:
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 
 # Where huggingface_hub keeps its notes on a folder it downloads or uploads.
 _FOLDERS_OF_THE_HUB = {".cache"}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def save_whole(
@@ -29,10 +34,11 @@ def save_whole(
     sources: Sequence[str | os.PathLike] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Saves a model with its code and processor as the folder `out`, which is there in full afterwards or as it was.
+    """Saves a model with its code, processor and licenses as the folder `out`, which is there in full or as it was.
 
     Args:
-        sources: what the model was made from (folders, Hub ids or presets); a folder among them is never replaced.
+        sources: what the model was made from (folders, Hub ids or presets); a folder among them is never replaced, and
+            its license files are copied.
         overwrite: replace a folder that holds files.
 
     Returns:
@@ -44,6 +50,7 @@ def save_whole(
     out = check_target(out, sources=sources, overwrite=overwrite)
     with written_in_full(out) as folder:
         write_parts(model, processor, folder)
+        copy_licenses(sources, folder)
     return out
 
 
@@ -129,11 +136,21 @@ def is_at_or_above(folder: Path, kept: Path) -> bool:
 
 @contextmanager
 def written_in_full(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong."""
+    """A new folder beside `out` that takes its place at the end, or is removed when anything goes wrong.
+
+    Raises:
+        NormalignError: the folder cannot be made, or the disk is full.
+    """
     # a link keeps pointing to the folder, and "." has a name
     out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise NormalignError(
+            f"The folder {out} cannot be made ({error.strerror}). Name one in a folder that is there and that you may "
+            f"write to."
+        ) from error
     try:
         folder = work / out.name
         folder.mkdir()
@@ -147,5 +164,13 @@ def written_in_full(out: Path) -> Iterator[Path]:
                 raise
         else:
             folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        # safetensors gives the system's error in words alone
+        if getattr(error, "errno", None) in _NO_ROOM or any(f"(os error {code})" in str(error) for code in _NO_ROOM):
+            raise NormalignError(
+                f"There is no room on the disk for {out}, so nothing was left of it. Make room, or name a folder on "
+                f"another disk."
+            ) from error
+        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -36,7 +36,7 @@ def eval_result_files(results: dict | None) -> dict[str, str]:
     """
     files = {}
     for task, result in ((results or {}).get("tasks") or {}).items():
-        if task not in BENCHMARKS or not _is_number(result.get("score")) or of_run(results, result, "limit"):
+        if task not in BENCHMARKS or not is_number(result.get("score")) or of_run(results, result, "limit"):
             continue
         dataset, task_id = BENCHMARKS[task]
         entry = {"dataset": {"id": dataset, "task_id": task_id}, "value": result["score"]}
@@ -96,10 +96,11 @@ def eval_result_problems(text: str) -> list[str]:
             problems.append(f"[{i}].dataset.id: must be a data set's Hub id (owner/name), not {dataset.get('id')!r}")
         if not isinstance(dataset.get("task_id"), str) or not dataset["task_id"].strip():
             problems.append(f"[{i}].dataset.task_id: missing or no text")
-        if not _is_number(entry.get("value")):
+        if not is_number(entry.get("value")):
             problems.append(f"[{i}].value: must be a finite number, not {entry.get('value')!r}")
     return problems
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether this is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import ModelCard
 
+from ..assembly.licenses import is_license_file
 from ..assembly.loading import load_processor
 from ..assembly.saving import check_target, named_folder, write_parts, written_in_full
 from ..configuration.errors import NormalignError
@@ -18,9 +20,9 @@ from ..inspection import NormReport
 from .both_generations import write_for_both_generations
 from .card_check import check_card
 from .eval_results import EVAL_RESULTS, eval_result_files, is_eval_results
-from .model_card import CARD_MARK, License, model_card, model_facts
+from .model_card import CARD_MARK, License, check_results, model_card, model_facts
 from .norms import NORMS_FIGURE, draw_norms, norm_table
-from .origin import is_hub_id, is_license_file, license_files, read_training
+from .origin import is_hub_id, license_files, public_parts, read_training
 from .preflight import path_problems, secret_problems, shipped_files
 from .source import MODEL_CLASSES, Source, load_source, open_source, sample_inputs, supported_model_type
 
@@ -86,32 +88,38 @@ def export(
         own_folders=[EVAL_RESULTS] if is_eval_results(out / EVAL_RESULTS) else [],
     )
     # what is given wrongly is named before the work
+    check_results(results)
     report = None if inspection is None else NormReport.load(inspection)
     training = read_training(source.folder, [Path(recipe).expanduser() for recipe in recipes])
     with written_in_full(out) as folder:
         model, processor = load_source(model_class, source)
+        _forget_where_it_came_from(model.config)
         expected = _logits(model, sample_inputs(model, processor))
         expected_ids = _sample_ids(processor)
         code, facts = code_files(model_class), model_facts(model)
         norms = None if report is None else norm_table(report, facts)
+        licenses = license_files(source.folders)
+        if base_model is None and source.base_name is not None and is_hub_id(source.base_name):
+            base_model = None if Path(source.base_name).is_dir() else source.base_name
+        card = model_card(
+            facts,
+            code,
+            results=results,
+            base_model=base_model,
+            license=License(license, license_name, license_link, sorted(licenses)),
+            norms=norms,
+            training=training,
+            merged=source.base is not None,
+        )
+        _check_card(card.content, licenses)
         _write(model, processor, folder, code, max_shard_size)
         del model
         if report is not None:
             draw_norms(report, folder / NORMS_FIGURE)
         _write_eval_results(results, folder)
-        files = _copy_licenses(license_files(source.folders, facts.composed_from), folder)
-        if base_model is None and source.base_name is not None and is_hub_id(source.base_name):
-            base_model = None if Path(source.base_name).is_dir() else source.base_name
-        model_card(
-            facts,
-            code,
-            results=results,
-            base_model=base_model,
-            license=License(license, license_name, license_link, files),
-            norms=norms,
-            training=training,
-        ).save(folder / "README.md")
-        _check_card(folder / "README.md")
+        for name, file in licenses.items():
+            shutil.copyfile(file, folder / name)
+        card.save(folder / "README.md")
         _check_files(folder, code, source, out)
         _check_weights(model_class, folder, expected)
         _check_tokenizer(folder, expected_ids)
@@ -167,7 +175,6 @@ def _may_ship(name: str) -> bool:
 
 
 def _write(model, processor, folder: Path, code: list[Path], max_shard_size: str | int | None) -> None:
-    _forget_where_it_came_from(model.config)
     _give_no_token_type_ids(processor.tokenizer)
     write_parts(model, processor, folder, max_shard_size)
     for file in code:
@@ -183,14 +190,10 @@ def _write_eval_results(results: dict | None, folder: Path) -> None:
         (folder / EVAL_RESULTS / name).write_text(text, encoding="utf-8")
 
 
-def _copy_licenses(files: dict[str, Path], folder: Path) -> list[str]:
-    for name, file in files.items():
-        shutil.copyfile(file, folder / name)
-    return sorted(files)
-
-
 def _forget_where_it_came_from(config) -> None:
     config._name_or_path = ""
+    if composed_from := getattr(config, "composed_from", None):
+        config.composed_from = public_parts(composed_from)
     for part in (config.text_config, config.vision_config):
         part._name_or_path = ""
 
@@ -236,10 +239,14 @@ def _logits(model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits
 
 
-def _check_card(card: Path) -> None:
-    if problems := check_card(card):
+def _check_card(text: str, licenses: dict[str, Path]) -> None:
+    problems = [str(problem) for problem in check_card(text)]
+    link = ModelCard(text).data.to_dict().get("license_link") if not problems else None
+    if link and "://" not in link and link not in licenses:
+        problems.append(f"license_link: there is no file {link} beside the model to be copied")
+    if problems:
         raise NormalignError(
-            f"The model card would not be right, so nothing was written: {'; '.join(map(str, problems))}. Put right what "
+            f"The model card would not be right, so nothing was written: {'; '.join(problems)}. Put right what "
             f"was given for it (license, base models, results) or what the model's config says of its origin."
         )
 

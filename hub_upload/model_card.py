@@ -13,7 +13,7 @@ from .. import __version__
 from ..configuration.errors import NormalignError
 from ..modeling.aligned_norm import text_embedding_norm
 from .both_generations import limits_of_the_other_generation
-from .eval_results import BENCHMARKS, run_notes
+from .eval_results import BENCHMARKS, is_number, run_notes
 from .norms import NORMS_FIGURE, NormTable
 from .origin import Training, is_hub_id
 
@@ -121,6 +121,7 @@ def model_card(
     license: License | str | None = None,
     norms: NormTable | None = None,
     training: Training | None = None,
+    merged: bool = False,
 ) -> ModelCard:
     """The card of one model.
 
@@ -132,6 +133,7 @@ def model_card(
         license: the license, or its id; None refers to the base models.
         norms: what was inspected; the card shows `norms.png` beside it.
         training: the recipes; None leaves them out.
+        merged: whether an adapter was merged into the weights.
     """
     named = [name for name in dict.fromkeys(facts.composed_from.values()) if is_hub_id(name)]
     bases = [base_model] if isinstance(base_model, str) else list(base_model or named)
@@ -165,6 +167,7 @@ def model_card(
         norms=norms,
         norms_figure=NORMS_FIGURE,
         training=training,
+        merged=merged,
         transformers_version=transformers.__version__,
         normalign_version=__version__,
     )
@@ -174,8 +177,9 @@ def result_rows(results: dict | None) -> list[dict]:
     """The rows of the table of results: name, metric, score, n, note. Only figures that `results` holds.
 
     Raises:
-        ValueError: `results` has neither the keys of `normalign demo` nor those of `normalign evaluate`.
+        NormalignError: see `check_results`.
     """
+    check_results(results)
     if results is None:
         return []
     if "tasks" in results:
@@ -183,23 +187,48 @@ def result_rows(results: dict | None) -> list[dict]:
         if results.get("average") is not None:
             rows.append({"name": "average", "metric": "", "score": _figure(results["average"]), "n": "", "note": ""})
         return rows
-    if "accuracy" in results:
-        n = results.get("questions", "")
-        rows = {label: results[key] for key, label in _DEMO_ROWS.items() if results.get(key) is not None}
-        return [
-            {
-                "name": f"built-in digit scenes: {label}",
-                "metric": "exact match",
-                "score": _figure(v),
-                "n": n,
-                "note": "",
-            }
-            for label, v in rows.items()
-        ]
-    raise ValueError(
-        f"The results for the card need the key 'tasks' (normalign evaluate) or 'accuracy' (normalign demo), and have "
-        f"{', '.join(map(repr, results)) or 'none'}."
-    )
+    n = results.get("questions", "")
+    rows = {label: results[key] for key, label in _DEMO_ROWS.items() if results.get(key) is not None}
+    return [
+        {"name": f"built-in digit scenes: {label}", "metric": "exact match", "score": _figure(v), "n": n, "note": ""}
+        for label, v in rows.items()
+    ]
+
+
+def check_results(results: dict | None) -> None:
+    """Refuses what is no results.json of `normalign evaluate` or `normalign demo`, or holds a score that is no number.
+
+    Raises:
+        NormalignError: names the key and what stands there.
+    """
+    if results is None:
+        return
+    if "tasks" not in results and "accuracy" not in results:
+        raise NormalignError(
+            f"The results for the card need the key 'tasks' (normalign evaluate) or 'accuracy' (normalign demo), and have "
+            f"{', '.join(map(repr, results)) or 'none'}."
+        )
+    tasks = results.get("tasks", {})
+    blocks = {"tasks": tasks, **({f"tasks.{name}": task for name, task in tasks.items()} if _is_block(tasks) else {})}
+    problems = [f"{key} is {value!r}, not a block" for key, value in blocks.items() if not _is_block(value)]
+    figures = {key: results.get(key) for key in ("average", *_DEMO_ROWS)}
+    for key, task in blocks.items():
+        if key != "tasks" and _is_block(task):
+            figures |= {f"{key}.{name}": task.get(name) for name in ("score", "stderr")}
+    problems += [
+        f"{key} is {value!r}, not a number"
+        for key, value in figures.items()
+        if value is not None and not is_number(value)
+    ]
+    if problems:
+        raise NormalignError(
+            f"The results for the card cannot be read: {'; '.join(problems)}. Name the results.json that `normalign "
+            f"evaluate` or `normalign demo` wrote."
+        )
+
+
+def _is_block(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _task_row(name: str, task: dict, results: dict) -> dict:

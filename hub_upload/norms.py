@@ -60,8 +60,8 @@ def norm_table(report: NormReport, facts) -> NormTable:
             if (angles := series(data, modality, "angle_mean_rad"))
         ]
         inserted = number(data["interface"]["inserted"]["mean"])
-        images, verdict = data["images"], data["verdict"]
-    except (KeyError, TypeError) as error:
+        images, verdict = data["images"], " ".join(data["verdict"].split())
+    except (KeyError, TypeError, AttributeError) as error:
         raise NormalignError(
             f"The inspection report lacks what the card shows ({error}). Write it again with `normalign inspect`."
         ) from error
@@ -69,7 +69,7 @@ def norm_table(report: NormReport, facts) -> NormTable:
         f"Norms where image and text meet and through the layers: visual tokens are inserted at a mean norm of "
         f"{inserted}, text tokens have {number(T)}"
     )
-    return NormTable(images, number(T), rows, turns, " ".join(verdict.split()), alt_text)
+    return NormTable(images, number(T), rows, turns, verdict, alt_text)
 
 
 def draw_norms(report: NormReport, path: Path) -> None:
@@ -91,6 +91,6 @@ def _differences(data: dict, facts) -> list[str]:
     gain = measured.get("gain_abs_mean")
     if measured.get("kind") != facts.aligned_norm["kind"]:
         found.append(f"its norm is of kind {measured.get('kind')}, this model's of kind {facts.aligned_norm['kind']}")
-    elif gain is not None and not math.isclose(gain, facts.gain_abs_mean, rel_tol=1e-3, abs_tol=1e-9):
-        found.append(f"its gain has a mean absolute value of {gain:.6g}, this model's {facts.gain_abs_mean:.6g}")
+    elif gain is not None and not math.isclose(gain, facts.gain_abs_mean, rel_tol=1e-5, abs_tol=1e-9):
+        found.append(f"its gain has a mean absolute value of {gain:.8g}, this model's {facts.gain_abs_mean:.8g}")
     return found

@@ -1,5 +1,6 @@
 """Where an exported model comes from: the recipes it was trained by, their data sets, and the licenses that came with it."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -9,8 +10,11 @@ from typing import Any
 
 import yaml
 
-from ..configuration.backbones import BACKBONES, resolve_backbone
+from ..assembly.licenses import licenses_in
+from ..configuration.backbones import BACKBONES
 from ..configuration.errors import NormalignError
+from ..train_trl.recipe import Recipe
+from ..train_trl.recipe_reading import read_recipe
 
 
 RECIPE_FILE = "recipe.yaml"
@@ -21,7 +25,6 @@ _MODEL_KEYS = {"model", "vision", "text", "from_stage", "base_model"}
 # The keys of a recipe's data block whose value names a data set.
 _DATA_SET_KEYS = {"name", "id", "path", "dataset"}
 _DATA_FILES = {".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".zip", ".tar", ".gz", ".npz", ".txt"}
-_LICENSE_FILE = re.compile(r"(licen[sc]e|notice)[\w-]*(\.txt|\.md)?", re.IGNORECASE)
 
 
 @dataclass
@@ -48,13 +51,21 @@ def read_training(source: Path, recipes: Sequence[Path] = ()) -> Training:
         source: the folder that is exported: a finished stage's, or a checkpoint in one.
 
     Raises:
-        NormalignError: a recipe is no YAML mapping.
+        NormalignError: a recipe is no YAML mapping, or one that is given has none of a recipe's keys.
     """
+    # "." and a link have another name, and other folders beside them
+    source = source.resolve()
     files = list(recipes) or _recipes_of(source)
     training = Training(last=_last_logged(source))
     for file in files:
-        recipe = _read_recipe(file)
-        name = str(recipe.get("name") or Path(file).stem)
+        # a folder of someone else's must not lead to files of this machine
+        recipe = read_recipe(file, extended=bool(recipes))
+        if recipes and not recipe.keys() & {item.name for item in dataclasses.fields(Recipe)}:
+            # what it has instead may be secret
+            raise NormalignError(
+                f"The recipe {file} has none of a recipe's keys. Name the recipe that was trained by."
+            )
+        name = " ".join(str(recipe.get("name") or Path(file).stem).split())
         shown = {key: value for key, value in recipe.items() if key not in {"name", *_OF_THE_MACHINE}}
         shown = _public(shown, "", Path(file).parent)
         training.stages.append((name, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()))
@@ -73,22 +84,9 @@ def _recipes_of(source: Path) -> list[Path]:
     file = next((place / RECIPE_FILE for place in (source, stage) if (place / RECIPE_FILE).is_file()), None)
     while file is not None and file.is_file() and file not in files:
         files.insert(0, file)
-        former = _read_recipe(file).get("from_stage")
+        former = read_recipe(file, extended=False).get("from_stage")
         file = stage.parent / former / RECIPE_FILE if isinstance(former, str) and former.strip() else None
     return files
-
-
-def _read_recipe(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise NormalignError(f"The recipe {file} cannot be read for the card: {reason}") from error
-    if not isinstance(content, dict):
-        raise NormalignError(
-            f"The recipe {file} is no mapping of keys to values. Name the recipe that was trained by."
-        )
-    return content
 
 
 def _public(value: Any, key: str, beside: Path) -> Any:
@@ -100,6 +98,13 @@ def _public(value: Any, key: str, beside: Path) -> Any:
     if not isinstance(value, str) or not _is_local(value, beside):
         return value
     return "local model" if key in _MODEL_KEYS else "local data"
+
+
+def public_parts(composed_from: dict[str, str]) -> dict[str, str]:
+    """The names of a model's backbones by part; of a place on a machine the last name alone."""
+    return {
+        part: PureWindowsPath(name).name if _is_local(name, Path()) else name for part, name in composed_from.items()
+    }
 
 
 def _is_local(value: str, beside: Path) -> bool:
@@ -144,29 +149,7 @@ def _last_logged(source: Path) -> str | None:
 # --- licenses
 
 
-def is_license_file(name: str) -> bool:
-    """Whether a file is called as licenses and notices are: LICENSE, LICENSE.txt, NOTICE, ..."""
-    return bool(_LICENSE_FILE.fullmatch(name))
-
-
-def license_files(folders: Sequence[Path], composed_from: dict[str, str]) -> dict[str, Path]:
-    """The license and notice files to ship, by their name in the export.
-
-    Args:
-        folders: the folders the weights are read from, the nearest first: all of it is read from the first that has any.
-        composed_from: the config's backbones by part; the files of one that is a folder here get the part's name.
-    """
-    found: dict[str, Path] = {}
-    for folder in folders:
-        if found := {file.name: file for file in _licenses_in(folder)}:
-            break
-    for part, name in composed_from.items():
-        for file in _licenses_in(Path(resolve_backbone(name)).expanduser()):
-            found.setdefault(f"{file.stem}-{part}{file.suffix}", file)
-    return found
-
-
-def _licenses_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(file for file in folder.iterdir() if file.is_file() and is_license_file(file.name))
+def license_files(folders: Sequence[Path]) -> dict[str, Path]:
+    """The license and notice files to ship, by name: all of the first that has any of the folders the weights are read
+    from, the nearest first."""
+    return {file.name: file for file in next(filter(None, map(licenses_in, folders)), [])}

@@ -217,13 +217,19 @@ def _card_file_problems(folder: Path, files: list[str]) -> list[str]:
 
 def _inner_file_problems(folder: Path, files: list[str]) -> list[str]:
     """Files in folders, of which an export has one: results in the Hub's format."""
-    problems = []
+    problems, strange = [], []
     for name in (name for name in files if "/" in name):
         if not re.fullmatch(rf"{re.escape(EVAL_RESULTS)}/[^/]+\.yaml", name):
-            problems.append(f"{name} lies in a folder, and an export is flat but for {EVAL_RESULTS}/*.yaml")
+            strange.append(name)
         else:
             text = (folder / name).read_text(encoding="utf-8", errors="replace")
             problems += [f"{name}: {problem}" for problem in eval_result_problems(text)]
+    if strange:
+        more = f" and {len(strange) - 3} more files" if len(strange) > 3 else ""
+        lie = "lies" if len(strange) == 1 else "lie"
+        problems.append(
+            f"{', '.join(strange[:3])}{more} {lie} in a folder, and an export is flat but for {EVAL_RESULTS}/*.yaml"
+        )
     return problems
 
 

@@ -1,5 +1,6 @@
 """What an export is made from: a model's folder or Hub id, or an adapter that is merged into its base model."""
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Source:
         return [self.folder, *([self.base] if self.base else [])]
 
 
-def _source_folder(model_dir: str | os.PathLike) -> Path:
+def _source_folder(model_dir: str | os.PathLike, revision: str | None = None) -> Path:
     if not str(model_dir).strip():
         raise NormalignError("The model has no name: '' was given. Name the folder of a model, or its Hub id.")
     folder = Path(model_dir).expanduser()
@@ -53,7 +54,7 @@ def _source_folder(model_dir: str | os.PathLike) -> Path:
         raise NormalignError(f"{name} {what}. Name the folder of a trained or composed model, or its Hub id.")
     try:
         patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", RECIPE_FILE]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:
         raise NormalignError(
             f"{name} is neither a local folder nor a model that can be had from the Hub now: "
@@ -76,8 +77,9 @@ def open_source(model_dir: str | os.PathLike) -> Source:
             f"is meant. Move one of them into a folder of its own and export that."
         )
     name = base_model_of(folder)
+    revision = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     try:
-        return Source(folder, _source_folder(name), name)
+        return Source(folder, _source_folder(name, revision), name)
     except NormalignError as error:
         raise NormalignError(
             f"The adapter {model_dir} cannot be merged without its base model. {error} Where it has moved, write its place "

@@ -222,8 +222,8 @@ def _why_not_fetched(repo: str, revision: str | None, error: BaseException) -> s
 def _model_type(folder: Path, name: str) -> str:
     if is_adapter(folder):
         raise NormalignError(
-            f"{name} holds a PEFT adapter, not a whole model, and runs no code of its own. Merge it with `normalign export`, "
-            f"and verify that."
+            f"{name} holds a PEFT adapter, which brings no code and no model of its own. Merge it into its base model with "
+            f"`normalign export {name} --out DIR`, and verify DIR."
         )
     if not (folder / "config.json").is_file():
         raise NormalignError(f"{name} has no config.json, so it is not a model. Name the folder that holds it.")

@@ -19,6 +19,7 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
+from ..assembly.licenses import copy_licenses
 from ..configuration.errors import NormalignError, RunStopped
 from . import processes
 from .recipe import Recipe
@@ -131,10 +132,13 @@ def sealed(checkpoint: Path, trainer: Any, keep: int | None) -> Iterator[None]:
 
 
 def complete_folder(folder: Path, recipe: Recipe) -> None:
-    """Adds the recipe to a folder that the trainer has saved, and takes away what names this machine or says nothing."""
+    """Adds recipe and licenses to a folder that the trainer has saved, and takes away what names this machine or says
+    nothing."""
     for name in _NOT_FOR_THE_HUB:
         (folder / name).unlink(missing_ok=True)
     write_recipe(recipe, folder)
+    compose = recipe.compose
+    copy_licenses([recipe.start_folder()] if compose is None else [compose.vision, compose.text], folder)
 
 
 # --- the finished folder

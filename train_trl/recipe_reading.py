@@ -38,12 +38,25 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             nearest right one).
     """
     path = find_recipe(path)
-    content = _with_parents(path, ())
+    content = read_recipe(path)
     content.setdefault("name", path.stem)
     try:
         return _build(Recipe, merge_overrides(content, overrides or {}), "")
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
+
+
+def read_recipe(path: str | Path, *, extended: bool = True) -> dict[str, Any]:
+    """The content of a recipe file, laid over the files that it extends; its keys and values are not checked.
+
+    Args:
+        path: the YAML file.
+        extended: False reads this file alone, and leaves `extends` in it as it is.
+
+    Raises:
+        RecipeError: a file is missing or no YAML mapping.
+    """
+    return _with_parents(Path(path), ()) if extended else _read_file(Path(path), ())
 
 
 def find_recipe(path: str | Path) -> Path:

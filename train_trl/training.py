@@ -26,6 +26,7 @@ from transformers.utils import strtobool
 from trl import SFTConfig, SFTTrainer
 
 from ..assembly.adapters import is_adapter, refuse_broken_adapter
+from ..assembly.licenses import is_license_file
 from ..assembly.loading import explained, load_processor, locate, quiet_transformers, refuse_missing_weights
 from ..assembly.saving import is_at_or_above, named_folder, write_parts
 from ..configuration.backbones import resolve_backbone
@@ -334,7 +335,7 @@ def _is_of_a_run(path: Path) -> bool:
     if path.is_dir():
         # `runs` is TensorBoard's
         return re.fullmatch(rf"checkpoint-\d+|runs|{BASE_NAME}|\.finished\.partial", path.name) is not None
-    return path.name in _CODE or any(path.match(pattern) for pattern in _WRITTEN)
+    return path.name in _CODE or is_license_file(path.name) or any(path.match(pattern) for pattern in _WRITTEN)
 
 
 def refuse_values_not_finite(model: nn.Module, recipe: Recipe) -> None:

@@ -5,8 +5,10 @@ import stat
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from normalign.assembly import check_target, load_adapter, save_whole
+from normalign.assembly.saving import written_in_full
 from normalign.configuration.errors import NormalignError
 from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
@@ -89,15 +91,32 @@ def test_an_empty_and_a_new_folder_do(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_failure_leaves_the_folder_as_it_was(composed, thesis, tmp_path, monkeypatch):
-    def disk_full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (OSError(28, "No space left on device"), NormalignError, "There is no room on the disk for .*(mine|new)"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), NormalignError, "no room on the disk"),
+        (SafetensorError("something else"), SafetensorError, "something else"),
+        (PermissionError(13, "Permission denied"), PermissionError, "Permission denied"),
+    ],
+)
+def test_a_failure_leaves_the_folder_as_it_was(composed, thesis, tmp_path, monkeypatch, error, expected, words):
+    def fail(*args, **kwargs):
+        raise error
 
-    monkeypatch.setattr(NormAlignLlavaForConditionalGeneration, "save_pretrained", disk_full)
+    monkeypatch.setattr(NormAlignLlavaForConditionalGeneration, "save_pretrained", fail)
     for out in (thesis, tmp_path / "new"):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(expected, match=words):
             save_whole(*composed(), out, overwrite=True)
     assert names(tmp_path) == ["mine"] and names(thesis) == ["thesis.tex"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(thesis):
+    with (
+        pytest.raises(NormalignError, match="thesis.tex/model cannot be made"),
+        written_in_full(thesis / "thesis.tex" / "model"),
+    ):
+        pass
 
 
 def test_the_room_offers_load_adapter():

@@ -4,6 +4,7 @@ import getpass
 import json
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
+from normalign.assembly import save_whole
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import check_card, export, verify
 from normalign.hub_upload.export import code_files
@@ -139,6 +141,7 @@ def test_the_figure_lies_beside_the_card_and_has_a_text(full):
         ({"aligned_norm": None}, "its norm is of kind none, this model's of kind layernorm"),
         ({"aligned_norm": {"kind": "layernorm", "gain_abs_mean": 0.5}}, "its gain has a mean absolute value of 0.5"),
         ({"interface": {}}, "lacks what the card shows"),
+        ({"verdict": None}, "lacks what the card shows"),
     ],
 )
 def test_a_report_of_another_model_or_another_time_is_refused(checkpoint, inspected, tmp_path, change, words):
@@ -146,6 +149,14 @@ def test_a_report_of_another_model_or_another_time_is_refused(checkpoint, inspec
     with pytest.raises(NormalignError, match=words):
         export(checkpoint, tmp_path / "out", inspection=tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_of_the_stage_before_is_refused_though_the_gain_hardly_moved(checkpoint, inspected, tmp_path):
+    data = NormReport.load(inspected).data
+    norm = {**data["aligned_norm"], "gain_abs_mean": data["aligned_norm"]["gain_abs_mean"] * 1.0003}
+    write_json({**data, "aligned_norm": norm}, tmp_path / "report.json")
+    with pytest.raises(NormalignError, match="its gain has a mean absolute value of"):
+        export(checkpoint, tmp_path / "out", inspection=tmp_path)
 
 
 def test_a_folder_without_a_report_is_named_before_the_work(checkpoint, tmp_path):
@@ -175,10 +186,37 @@ def test_recipes_beside_the_model_are_in_the_card_stage_by_stage_without_places(
 def test_a_place_in_any_text_of_a_recipe_is_left_out(checkpoint, tmp_path):
     places = [f"see {HOME}/notes", "~/data", "../data", r"C:\data\rows", f"file:{HOME}", "rows.jsonl", str(checkpoint)]
     kept = ["owner/name", "mini-vision", "https://example.org/a/b/c", "digit_scenes", "a note"]
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"places": places, "kept": kept}))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"seed": 1, "places": places, "kept": kept}))
     text = card_of(export(checkpoint, tmp_path / "out", recipes=[tmp_path / "mine.yaml"]))
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert yaml.safe_load(block) == {"places": ["local data"] * len(places), "kept": kept}
+    assert yaml.safe_load(block) == {"seed": 1, "places": ["local data"] * len(places), "kept": kept}
+
+
+@pytest.mark.parametrize("place", [".", "link"])
+def test_the_former_stages_of_a_folder_by_another_name_are_found(trained, tmp_path, monkeypatch, place):
+    (tmp_path / "link").symlink_to(trained)
+    monkeypatch.chdir(trained if place == "." else tmp_path)
+    text = card_of(export(place, tmp_path / "out"))
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == ["align", "instruct"]
+    assert "Last logged: step 20, loss 0.1." in text
+
+
+def test_a_recipe_is_shown_with_what_it_extends(checkpoint, tmp_path):
+    (tmp_path / "parent.yaml").write_text("name: parent\nbatch_size: 8\ntune: {language: full, vision: frozen}\n")
+    child = {"name": "mine\n\n# and more", "extends": "parent.yaml", "tune": {"language": "lora"}}
+    (tmp_path / "child.yaml").write_text(yaml.safe_dump(child))
+    text = card_of(export(checkpoint, tmp_path / "out", recipes=[tmp_path / "child.yaml"]))
+    (title, block) = re.search(r"^### (.*)\n\n```yaml\n(.*?)```", text, re.MULTILINE | re.DOTALL).groups()
+    assert title == "mine # and more"
+    assert yaml.safe_load(block) == {"batch_size": 8, "tune": {"language": "lora", "vision": "frozen"}}
+
+
+def test_a_recipe_that_is_found_in_the_model_leads_to_no_other_file(checkpoint, tmp_path):
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    (tmp_path / "private.yaml").write_text("name: mine\nseed: 1234\n")
+    (source / "recipe.yaml").write_text("extends: ../private.yaml\nbatch_size: 8\n")
+    text = card_of(export(source, tmp_path / "out"))
+    assert "batch_size: 8" in text and "1234" not in text
 
 
 def test_recipes_that_are_given_take_the_place_of_those_found(trained, tmp_path):
@@ -197,7 +235,7 @@ def test_no_line_too_many_is_left_by_what_is_not_known(model, training):
     assert "\n\n\n" not in text and text.count("## Training\n\n") == (training != Training())
 
 
-@pytest.mark.parametrize("text", ["- a list", "a: [", "\xff"])
+@pytest.mark.parametrize("text", ["- a list", "a: [", "\xff", '{"step": 4, "loss": 1.5}'])
 def test_a_recipe_that_is_none_is_named(checkpoint, tmp_path, text):
     (tmp_path / "mine.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(NormalignError, match="recipe .*mine.yaml"):
@@ -214,14 +252,21 @@ def test_license_files_travel_with_the_weights_and_again_with_the_export(full, t
     assert "License files in this repository: [LICENSE](LICENSE), [NOTICE.txt](NOTICE.txt)." in card_of(full)
 
 
-def test_license_files_of_local_backbones_get_the_parts_name(make_model, make_checkpoint, tmp_path, monkeypatch):
+def test_license_files_of_local_backbones_travel_and_those_of_a_folder_that_happens_to_be_there_do_not(
+    composed, tmp_path, monkeypatch
+):
+    encoder = tmp_path / "models" / "encoder"
+    encoder.mkdir(parents=True)
+    (encoder / "LICENSE.txt").write_text("For seeing.\n")
+    save_whole(*composed, tmp_path / "vlm", sources=[encoder, "mini-language"])
+    (tmp_path / "mini-vision").mkdir()
+    (tmp_path / "mini-vision" / "LICENSE").write_text("Something else.\n")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "encoder").mkdir()
-    (tmp_path / "encoder" / "LICENSE.txt").write_text("For seeing.\n")
-    model = make_model(composed_from={"vision": "encoder", "text": "owner/language"})
-    out = export(make_checkpoint(model, tmp_path / "checkpoint"), tmp_path / "out")
-    assert (out / "LICENSE-vision.txt").read_text() == "For seeing.\n"
-    assert "[owner/language](https://huggingface.co/owner/language)" in card_of(out).split("## License")[1]
+    out = export("vlm", "out").resolve()
+    assert [file.name for file in out.iterdir() if "LICENSE" in file.name] == ["LICENSE-encoder.txt"]
+    assert (out / "LICENSE-encoder.txt").read_text() == "For seeing.\n"
+    data = ModelCard(card_of(out)).data
+    assert (data.license_name, data.license_link) == ("see-license-file", "LICENSE-encoder.txt")
 
 
 def test_without_files_the_base_models_licenses_are_linked(make_model, make_checkpoint, tmp_path):
@@ -235,7 +280,7 @@ def test_without_files_the_base_models_licenses_are_linked(make_model, make_chec
         assert f"[{base}](https://huggingface.co/{base})" in text.split("## License")[1].split("## Limits")[0]
 
 
-def test_a_license_that_is_other_needs_a_name_and_a_link(checkpoint, trained, tmp_path):
+def test_a_license_that_is_other_needs_a_name_and_a_link(checkpoint, trained, tmp_path, monkeypatch):
     named = {"license": "other", "license_name": "llama-3-research"}
     link = "https://example.org/terms"
     data = ModelCard(card_of(export(checkpoint, tmp_path / "out", **named, license_link=link))).data
@@ -244,8 +289,12 @@ def test_a_license_that_is_other_needs_a_name_and_a_link(checkpoint, trained, tm
     for settings, words in (
         ({"license": "other"}, "license_name: missing"),
         (named, "license_link: 'other' needs it"),
+        ({**named, "license_link": "LICENSE"}, "license_link: there is no file LICENSE beside the model"),
         ({"license_name": "x"}, "need the license itself"),
+        ({"results": {"tasks": []}}, r"tasks is \[\], not a block"),
     ):
+        # what is wrong with the card is known before the long writing
+        monkeypatch.setattr(sys.modules[export.__module__], "_write", None)
         with pytest.raises(NormalignError, match=words):
             export(checkpoint, tmp_path / "refused", **settings)
     assert not (tmp_path / "refused").exists()
@@ -277,6 +326,14 @@ def test_what_is_of_this_machine_alone_gets_into_no_file(checkpoint, tmp_path, m
         export(source, tmp_path / "out")
     assert words in str(caught.value) and TOKEN not in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_backbones_that_were_places_keep_their_last_name_alone(make_model, make_checkpoint, tmp_path):
+    model = make_model(composed_from={"vision": "/data/models/vit", "text": "owner/language"})
+    out = export(make_checkpoint(model, tmp_path / "checkpoint"), tmp_path / "out")
+    composed_from = json.loads((out / "config.json").read_text())["composed_from"]
+    assert composed_from == {"vision": "vit", "text": "owner/language"}
+    assert not any(b"/data/models" in file.read_bytes() for file in out.iterdir())
 
 
 def test_an_owner_on_the_hub_may_be_called_as_the_account(make_model, make_checkpoint, tmp_path, monkeypatch):

@@ -109,6 +109,14 @@ def test_other_folders_are_not_pushed(folder, name):
         check_folder(folder, load=False)
 
 
+def test_many_files_in_folders_are_one_problem(folder):
+    for number in range(5):
+        (folder / "notes").mkdir(exist_ok=True)
+        (folder / "notes" / f"{number}.txt").write_text("x")
+    with pytest.raises(NormalignError, match="notes/0.txt, notes/1.txt, notes/2.txt and 2 more files lie in a folder"):
+        check_folder(folder, load=False)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -16,6 +17,7 @@ from normalign.assembly import load_adapter
 from normalign.configuration.errors import NormalignError
 from normalign.hub_upload import export
 from normalign.hub_upload.ask_model import ask
+from normalign.hub_upload.source import open_source
 from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 from .conftest import MAX_NEW_TOKENS
@@ -110,7 +112,26 @@ def test_a_base_model_from_the_hub_is_the_cards_base_model(exported, adapter, tm
     (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "someone/base"}))
     card = (export(folder, tmp_path / "out") / "README.md").read_text(encoding="utf-8")
     assert "base_model:\n- someone/base\n" in card
+    assert "a PEFT adapter, which is merged into these weights" in card
+    assert "adapter" not in (exported / "README.md").read_text(encoding="utf-8")
     assert "license_link: https://huggingface.co/someone/base\n" in card
+
+
+def test_the_base_model_is_taken_at_the_revision_that_the_adapter_was_trained_on(
+    exported, adapter, tmp_path, monkeypatch
+):
+    asked = []
+
+    def fetched(name, *, revision, allow_patterns):
+        asked.append((name, revision))
+        return str(exported)
+
+    monkeypatch.setattr(sys.modules[open_source.__module__], "snapshot_download", fetched)
+    folder = shutil.copytree(adapter, tmp_path / "lora")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings |= {"base_model_name_or_path": "someone/pinned", "revision": "v1"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    assert open_source(folder).base == exported and asked == [("someone/pinned", "v1")]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from normalign.configuration.errors import NormalignError
 from normalign.hub_upload.export import code_files
 from normalign.hub_upload.model_card import model_card, model_facts, result_rows
 
@@ -92,8 +93,24 @@ def test_card_shows_the_results_of_evaluate(model):
 
 
 def test_results_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match="need the key 'tasks'.*'loss'"):
+    with pytest.raises(NormalignError, match="need the key 'tasks'.*'loss'"):
         result_rows({"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ({"tasks": []}, r"tasks is \[\], not a block"),
+        ({"tasks": {"pope": None}}, "tasks.pope is None, not a block"),
+        ({"tasks": {"pope": {"score": "high"}}}, "tasks.pope.score is 'high', not a number"),
+        ({"tasks": {"pope": {"score": 0.5, "stderr": float("nan")}}}, "tasks.pope.stderr is nan, not a number"),
+        ({"tasks": {}, "average": "x"}, "average is 'x', not a number"),
+        ({"accuracy": True, "chance": "abc"}, "accuracy is True, not a number; chance is 'abc', not a number"),
+    ],
+)
+def test_results_that_are_broken_are_named_by_their_key(results, words):
+    with pytest.raises(NormalignError, match=words):
+        result_rows(results)
 
 
 def test_card_lists_the_hash_of_every_code_file(exported):

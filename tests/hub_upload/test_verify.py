@@ -485,6 +485,10 @@ def test_what_is_no_model_is_one_paragraph(folder, tmp_path):
         verify(tmp_path / "nowhere")
     with pytest.raises(NormalignError, match="is a file"):
         verify(folder / "config.json")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(NormalignError, match="lora holds a PEFT adapter.* `normalign export"):
+        verify(tmp_path / "lora")
     with pytest.raises(NormalignError, match="has no config.json"):
         verify(tmp_path)
     with pytest.raises(NormalignError, match="is a local folder, which has no revisions"):
