@@ -20,7 +20,7 @@ from ..train_trl.recipe_reading import read_recipe
 RECIPE_FILE = "recipe.yaml"
 _LOG_FILE = "train_log.jsonl"
 # Of no meaning on another machine.
-_OF_THE_MACHINE = {"output_dir", "overwrite", "dataloader_workers"}
+_OF_THE_MACHINE = {"output_dir", "overwrite", "dataloader_workers", "resume", "report_to", "cache_dir"}
 _MODEL_KEYS = {"model", "vision", "text", "from_stage", "base_model"}
 # The keys of a recipe's data block whose value names a data set.
 _DATA_SET_KEYS = {"name", "id", "path", "dataset"}
@@ -67,10 +67,24 @@ def read_training(source: Path, recipes: Sequence[Path] = ()) -> Training:
             )
         name = " ".join(str(recipe.get("name") or Path(file).stem).split())
         shown = {key: value for key, value in recipe.items() if key not in {"name", *_OF_THE_MACHINE}}
+        shown = _without_what_did_not_act(shown)
         shown = _public(shown, "", Path(file).parent)
         training.stages.append((name, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()))
         training.datasets += [name for name in _data_sets(shown.get("data")) if name not in training.datasets]
     return training
+
+
+def _without_what_did_not_act(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without defaults of what it does not use: adapters, epochs beside max_steps, keys of the built-in scenes."""
+    tuned, data = recipe.get("tune"), recipe.get("data")
+    left_out = set()
+    if isinstance(tuned, dict) and "lora" not in tuned.values():
+        left_out.add("lora")
+    if recipe.get("max_steps") is not None:
+        left_out.add("epochs")
+    if isinstance(data, dict) and data.get("name", "digit_scenes") != "digit_scenes":
+        recipe = {**recipe, "data": {key: value for key, value in data.items() if key not in ("seed", "stage")}}
+    return {key: value for key, value in recipe.items() if key not in left_out}
 
 
 def _stage_folder(source: Path) -> Path:

@@ -384,3 +384,17 @@ def test_a_size_in_any_spelling_that_transformers_reads_is_taken(checkpoint, tmp
     assert NormAlignLlavaForConditionalGeneration.from_pretrained(
         export(checkpoint, tmp_path / "out", max_shard_size=size)
     )
+
+
+def test_the_card_leaves_out_what_a_recipe_did_not_use(tmp_path):
+    from normalign.hub_upload.origin import read_training
+
+    file = tmp_path / "recipe.yaml"
+    used = {"tune": {"language": "full"}, "max_steps": 10, "data": {"name": "llava", "path": "owner/name"}}
+    unused = {"lora": {"rank": 16}, "epochs": 1.0, "resume": "auto", "report_to": []}
+    file.write_text(yaml.safe_dump({**used, **unused, "data": {**used["data"], "seed": 0, "stage": 1}}))
+    [(_, shown)] = read_training(tmp_path).stages
+    assert yaml.safe_load(shown) == used
+    file.write_text(yaml.safe_dump({**unused, "tune": {"language": "lora"}}))
+    [(_, shown)] = read_training(tmp_path).stages
+    assert yaml.safe_load(shown) == {"lora": {"rank": 16}, "epochs": 1.0, "tune": {"language": "lora"}}
