@@ -476,6 +476,7 @@ class AlignedSFTTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
+        rows = inputs.pop("rows", [])
         if self.model.training:
             if self._frozen is None:
                 self._frozen = frozen_modules(self.model)
@@ -485,7 +486,7 @@ class AlignedSFTTrainer(SFTTrainer):
             self.throughput.add(inputs)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training and not return_outputs and not torch.isfinite(loss):
-            refuse_loss_not_finite(self.model, inputs, loss, self.state.global_step + 1, [])
+            refuse_loss_not_finite(self.model, inputs, loss, self.state.global_step + 1, rows)
         return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -523,6 +524,14 @@ class AlignedSFTTrainer(SFTTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.adapter_keys is not None:
             freeze(self.model, self.recipe.tune)
+
+    def _init_training_state(self, max_steps, *args, **kwargs):
+        """As in transformers, which takes all steps of a streamed run for its first epoch when it goes on with one."""
+        epochs, batches = super()._init_training_state(max_steps, *args, **kwargs)
+        if not hasattr(self.train_dataset, "__len__") and self.state.epoch:
+            epochs = int(self.state.epoch)
+            batches = round((self.state.epoch - epochs) * max_steps * self.args.gradient_accumulation_steps)
+        return epochs, batches
 
     def _run_epoch(self, *args, **kwargs):
         """As in transformers, which would train a step more where the last checkpoint is that of the last step."""
@@ -570,6 +579,7 @@ def build_trainer(
         collator.vision_cache = fill_cache(without_adapters(model), processor, dataset, folder, uses_bfloat16(recipe))
         read_from_cache(without_adapters(model), collator.vision_cache)
     trainer = AlignedSFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
+    collator.name_rows = True
     # not as an argument: TRL then leaves out that model and tokenizer agree on the padding token
     trainer.data_collator = collator
     if recipe.group_by_length:

@@ -312,6 +312,27 @@ def test_a_loss_that_is_not_finite_stops_the_run(composed):
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize("batching", ["padded", "padding_free"])
+def test_a_loss_that_is_not_finite_names_the_rows_of_its_batch(composed, batching):
+    """FAULTS R70."""
+    recipe, model, processor = composed(batching=batching, gradient_accumulation=2)
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    order = [batch["rows"] for batch in trainer.get_train_dataloader()]
+    seen = []
+
+    def spoil(module, args, output):
+        seen.append(True)
+        return output * float("inf") if len(seen) > 3 else output
+
+    model.model.language_model.layers[1].mlp.down_proj.register_forward_hook(spoil)
+    with pytest.raises(NormalignError) as error:
+        trainer.train()
+    # the fourth batch is the second half of the second step
+    assert "The loss became nan in step 2: model.language_model.layers.1.mlp.down_proj is" in str(error.value)
+    assert f"In the batch: {', '.join(order[3])}." in str(error.value)
+    assert order[3][0].endswith(" of digit_scenes") and order[3] != order[2]
+
+
 # --- where it is written
 
 
