@@ -121,7 +121,8 @@ def test_stage_1_of_the_paper_runs_as_it_is_written(stage1):
     assert start.keys() == end.keys()
     assert moved == {("vision", False), ("projector", True), ("norm", True), ("language", False)}
     gain, T = stage1.start.get_aligned_norm().weight, model.config.aligned_norm["target_norm"]
-    assert T == pytest.approx(text_embedding_norm(stage1.start.get_input_embeddings()), rel=1e-6)
+    expected = text_embedding_norm(stage1.start.get_input_embeddings())
+    assert pytest.approx(expected, rel=1e-6) == T
     assert torch.equal(gain, torch.full_like(gain, T / 32**0.5))
     assert {value.dtype for name, value in load_file(out / "model.safetensors").items() if "aligned_norm" in name} == {
         torch.float32
