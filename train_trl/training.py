@@ -612,6 +612,9 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
     arguments = SFTConfig(
         output_dir=recipe.output_dir,
         per_device_train_batch_size=per_device,
+        # for those who evaluate with this trainer: the loss alone, logits are large
+        per_device_eval_batch_size=per_device,
+        prediction_loss_only=True,
         gradient_accumulation_steps=accumulation,
         num_train_epochs=recipe.epochs,
         max_steps=recipe.max_steps or -1,
