@@ -84,12 +84,16 @@ _CHECKPOINTING = (
 
 def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
     """Trains what the recipe says; see `normalign.train_trl.train`."""
+    return run(_checked_recipe(recipe_path, overrides))
+
+
+def _checked_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None) -> Recipe:
     recipe = load_recipe(recipe_path, overrides)
     try:
         check_settings(recipe)
     except RecipeError as error:
         raise RecipeError(f"{recipe_path}: {error}") from error
-    return run(recipe)
+    return recipe
 
 
 def run(recipe: Recipe, callbacks: MakeCallbacks | None = None) -> Path:
@@ -228,7 +232,7 @@ def begin_folder(recipe: Recipe, resume: Path | None, base: Path | None) -> None
 
 def check_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> RowReport:
     """Looks at the rows that a recipe would train on; see `normalign.train_trl.check`."""
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = _checked_recipe(recipe_path, overrides)
     check_version()
     dataset = load_data(recipe)
     if recipe.compose is not None:

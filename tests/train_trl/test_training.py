@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from normalign.configuration.errors import NormalignError
 from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign.train_trl import RecipeError, load_recipe, train
+from normalign.train_trl import RecipeError, check, load_recipe, train
 from normalign.train_trl.callbacks import InterfaceProbe, gwc_effect
 from normalign.train_trl.digit_scenes import digit_scenes_dataset
 from normalign.train_trl.parts import PARTS, freeze, part_of, training_table
@@ -502,6 +502,8 @@ def test_an_unknown_optimizer_is_told_the_nearest_and_a_broken_norm_its_key(reci
     path = recipe_file(1, tmp_path)
     with pytest.raises(RecipeError, match=f"{path}: compose: aligned_norm.kind must be one of layernorm"):
         train(path, {"compose.aligned_norm.kind": "batchnorm"})
+    with pytest.raises(RecipeError, match="Unknown key 'gain_int' in aligned_norm. Did you mean 'gain_init'?"):
+        check(path, {"compose.aligned_norm.gain_int": 1})
 
 
 def test_a_model_whose_file_is_cut_off_or_whose_config_is_none_is_named(runs, recipe_file, tmp_path):
