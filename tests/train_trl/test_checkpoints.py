@@ -31,6 +31,8 @@ RUN = {
 }
 FULL = {**RUN, "tune": {"vision": "full", "language": "full"}}
 LORA = {**RUN, "tune": {"vision": "lora", "language": "lora"}, "lora": {"rank": 2, "dropout": 0.2}}
+# what no part of the trainer may break together
+LORA |= {"batching": "padding_free", "group_by_length": True, "gradient_checkpointing": True}
 
 
 def weights_of(folder):
