@@ -1,5 +1,6 @@
 """Configuration of a LLaVA model whose visual tokens enter the language model at the norm of text tokens."""
 
+import difflib
 import math
 
 from transformers import LlavaConfig
@@ -35,9 +36,10 @@ def complete_aligned_norm(settings: dict | None, base: dict | None = None) -> di
         raise ValueError(f"aligned_norm must be a block of settings (a dict), got {settings!r}.")
     unknown = sorted(set(settings) - set(ALIGNED_NORM_DEFAULTS))
     if unknown:
+        near = difflib.get_close_matches(str(unknown[0]), ALIGNED_NORM_DEFAULTS, n=1)
         raise ValueError(
             f"Unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in aligned_norm. "
-            f"Known keys: {', '.join(ALIGNED_NORM_DEFAULTS)}."
+            f"{f'Did you mean {near[0]!r}? ' if near else ''}Known keys: {', '.join(ALIGNED_NORM_DEFAULTS)}."
         )
     full = {**ALIGNED_NORM_DEFAULTS, **(base or {}), **settings}
     checks = {

@@ -169,6 +169,8 @@ def quantize_language_(model: nn.Module, device: torch.device | None = None) -> 
             quant_type="nf4",
             device="meta",
         )
+        # else a forward in eval mode would lay the weights out anew on some CPUs, for good, with scales in bfloat16
+        packed.support_avx512bf16_for_cpu = False
         packed.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4").to(device)
         packed.bias = None if layer.bias is None else nn.Parameter(layer.bias.data.to(device), requires_grad=False)
         setattr(model.get_submodule(parent), last, packed)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import ProgressCallback, TrainerCallback
+from transformers.training_args import OptimizerNames
 
 from ..configuration.errors import NormalignError
 from . import processes
@@ -297,7 +298,7 @@ class TrainLog(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         """Says through what GWC has acted, where it was on and something before the norm was trained."""
         if state.is_world_process_zero and self._gwc_steps:
-            logger.warning(gwc_effect(self._gwc_steps, getattr(args.optim, "value", args.optim)))
+            logger.warning(gwc_effect(self._gwc_steps, OptimizerNames(args.optim).value))
 
     def _clip_factor_without_gwc(self, gradients: dict[str, float], max_grad_norm: float) -> float:
         if max_grad_norm <= 0:

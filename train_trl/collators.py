@@ -17,7 +17,7 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..configuration.errors import NormalignError
-from .images import open_images
+from .images import name_of_row, open_images
 
 
 if TYPE_CHECKING:
@@ -34,18 +34,23 @@ class PaddedCollator(DataCollatorForVisionLanguageModeling):
 
     Gives input_ids, attention_mask and labels (rows, longest row), padded on the right, labels on the assistant's tokens
     alone; pixel_values (images, 3, height, width) unless the batch is text alone. With a `vision_cache`, pixel_values
-    are the kept outputs of the encoder, (images, values), and no image is decoded.
+    are the kept outputs of the encoder, (images, values), and no image is decoded. With `name_rows`, `rows` has the
+    name of each ("Row 3 of data.json"), to be taken out before the batch goes into a model.
 
     Raises:
         NormalignError: an image is not in the cache.
     """
 
     vision_cache: VisionCache | None = None
+    name_rows: bool = False
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self.vision_cache is not None:
-            return self._from_cache(examples)
-        return dict(super().torch_call([{"messages": e["messages"], "images": open_images(e)} for e in examples]))
+            batch = self._from_cache(examples)
+        else:
+            rows = [{"messages": e["messages"], "images": open_images(e)} for e in examples]
+            batch = dict(super().torch_call(rows))
+        return {**batch, "rows": list(map(name_of_row, examples))} if self.name_rows else batch
 
     def _from_cache(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         processor, cache = self.processor, self.vision_cache

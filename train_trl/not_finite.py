@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from . import processes
 
 
 def refuse_loss_not_finite(
-    model: nn.Module, inputs: dict[str, Any], loss: torch.Tensor, step: int, rows: list
+    model: nn.Module, inputs: dict[str, Any], loss: torch.Tensor, step: int, rows: Sequence[str]
 ) -> None:
     """Looks for the first module whose output is not finite, by one more forward pass of the same batch, and raises.
 
@@ -21,16 +22,17 @@ def refuse_loss_not_finite(
         inputs: the batch.
         loss: what came of it.
         step: the step that was being computed, from 1.
-        rows: numbers of the batch's rows in the data, as far as known.
+        rows: the names of the batch's rows, as far as known.
 
     Raises:
         NormalignError: always.
     """
+    named = f" In the batch: {', '.join(rows[:16])}{' ...' if len(rows) > 16 else ''}." if rows else ""
     if processes.count() > 1:
         # a further look would wait for the other processes, which are not looking
         raise NormalignError(
-            f"The loss became {loss.item()} in step {step}, in one of {processes.count()} processes. The last checkpoint is as "
-            f"it was. Run the same rows with one process to learn which module it comes from, or lower the learning rate."
+            f"The loss became {loss.item()} in step {step}, in one of {processes.count()} processes.{named} The last "
+            f"checkpoint is as it was. Run the same rows with one process to learn which module it comes from, or lower the learning rate."
         )
     bad = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if bad:
@@ -39,7 +41,6 @@ def refuse_loss_not_finite(
             f"start, or the step before has broken it. Go on from an earlier checkpoint with a lower learning rate."
         )
     where = _first_module(model, inputs)
-    named = f" Rows of the data in the batch: {', '.join(map(str, rows[:16]))}." if rows else ""
     raise NormalignError(
         f"The loss became {loss.item()} in step {step}: {where}.{named} The weights were not touched by it, and the last "
         f"checkpoint is as it was. Lower the learning rate, use bfloat16 or float32 in place of float16, or look at these rows."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,14 @@ _SOURCES = ("model", "from_stage", "compose")
 _MOST_ROWS = 10_000_000
 # far beyond any use; above 1e37 the optimizer's own sums overflow
 _HIGHEST_RATE = 1_000_000
+_MOST = {
+    "batch_size": 10_000_000,
+    "epochs": 1_000_000,
+    "max_steps": 1_000_000_000,
+    "dataloader_workers": 1024,
+    "lora.rank": 65_536,
+    "data.weight": 1000,
+}
 
 
 class RecipeError(NormalignError):
@@ -237,13 +246,16 @@ class Recipe:
         for key, value in self._all_numbers():
             if isinstance(value, float) and not math.isfinite(value):
                 raise RecipeError(f"{key} must be a finite number, got {value}.")
-        positive = ("batch_size", "epochs", "logging_steps", "lora.rank", "lora.alpha")
-        optional = ("max_steps", "save_steps", "save_total_limit", "max_length")
-        optional += ("per_device_batch_size", "gradient_accumulation", "data.rows", "data.weight")
+        positive = {"batch_size", "epochs", "logging_steps", "lora.rank", "lora.alpha", "max_steps", "save_steps"}
+        positive |= {"save_total_limit", "max_length", "per_device_batch_size", "gradient_accumulation"}
+        positive |= {"data.rows", "data.weight"}
+        for key, number in self._all_numbers():
+            kind = re.sub(r"mixture\[\d+\]\.", "", key)
+            if kind in positive and not number > 0:
+                raise RecipeError(f"{key} must be above 0, got {number}.")
+            if number > _MOST.get(kind, number):
+                raise RecipeError(f"{key} must be at most {_MOST[kind]:,}, got {number:,}.")
         numbers = dict(self._all_numbers())
-        for key in (*positive, *(key for key in optional if key in numbers)):
-            if not numbers[key] > 0:
-                raise RecipeError(f"{key} must be above 0, got {numbers[key]}.")
         if self.learning_rate.all == 0:
             raise RecipeError("learning_rate must be above 0, got 0.0. To leave a part as it is, freeze it by tune.")
         for key, rate in self.learning_rate.given().items():
@@ -254,6 +266,8 @@ class Recipe:
         for key in ("warmup", "max_grad_norm", "dataloader_workers", "lora.dropout"):
             if not numbers[key] >= 0:
                 raise RecipeError(f"{key} must not be negative, got {numbers[key]}.")
+        if numbers["lora.dropout"] >= 1:
+            raise RecipeError(f"lora.dropout must be below 1, got {numbers['lora.dropout']}.")
         if min(self.weight_decay.given().values()) < 0:
             raise RecipeError(f"weight_decay must not be negative, got {min(self.weight_decay.given().values())}.")
         for source in self.data.sources():
@@ -274,6 +288,9 @@ class Recipe:
                 key = prefix[:-1] if item.name == "all" else prefix + item.name
                 if dataclasses.is_dataclass(value):
                     walk(value, f"{prefix}{item.name}.")
+                elif isinstance(value, list):
+                    for index, inner in enumerate(filter(dataclasses.is_dataclass, value)):
+                        walk(inner, f"{prefix}{item.name}[{index}].")
                 elif isinstance(value, int | float) and not isinstance(value, bool):
                     found.append((key, value))
 
@@ -281,11 +298,11 @@ class Recipe:
         return found
 
     def _check_seeds(self) -> None:
-        seeds = {"seed": (self.seed, 32), "data.seed": (self.data.seed, 63)}
-        if self.compose is not None and self.compose.seed is not None:
-            seeds["compose.seed"] = (self.compose.seed, 63)
-        for key, (seed, bits) in seeds.items():
+        for key, seed in self._all_numbers():
+            if key.rpartition(".")[2] != "seed":
+                continue
             # the trainer gives the run's seed to NumPy too, which takes 32 bits
+            bits = 32 if key == "seed" else 63
             if not 0 <= seed < 2**bits:
                 raise RecipeError(f"{key} must be from 0 to {2**bits - 1} (2**{bits} - 1), got {seed}.")
 

@@ -86,12 +86,16 @@ _CHECKPOINTING = (
 
 def train_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
     """Trains what the recipe says; see `normalign.train_trl.train`."""
+    return run(_checked_recipe(recipe_path, overrides))
+
+
+def _checked_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None) -> Recipe:
     recipe = load_recipe(recipe_path, overrides)
     try:
         check_settings(recipe)
     except RecipeError as error:
         raise RecipeError(f"{recipe_path}: {error}") from error
-    return run(recipe)
+    return recipe
 
 
 def run(recipe: Recipe, callbacks: MakeCallbacks | None = None) -> Path:
@@ -230,7 +234,7 @@ def begin_folder(recipe: Recipe, resume: Path | None, base: Path | None) -> None
 
 def check_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> RowReport:
     """Looks at the rows that a recipe would train on; see `normalign.train_trl.check`."""
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = _checked_recipe(recipe_path, overrides)
     check_version()
     dataset = load_data(recipe)
     if recipe.compose is not None:
@@ -479,6 +483,7 @@ class AlignedSFTTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in TRL; `training_step` has put the whole model into training mode just before."""
+        rows = inputs.pop("rows", [])
         if self.model.training:
             if self._frozen is None:
                 self._frozen = frozen_modules(self.model)
@@ -488,7 +493,7 @@ class AlignedSFTTrainer(SFTTrainer):
             self.throughput.add(inputs)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training and not return_outputs and not torch.isfinite(loss):
-            refuse_loss_not_finite(self.model, inputs, loss, self.state.global_step + 1, [])
+            refuse_loss_not_finite(self.model, inputs, loss, self.state.global_step + 1, rows)
         return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -526,6 +531,14 @@ class AlignedSFTTrainer(SFTTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.adapter_keys is not None:
             freeze(self.model, self.recipe.tune)
+
+    def _init_training_state(self, max_steps, *args, **kwargs):
+        """As in transformers, which takes all steps of a streamed run for its first epoch when it goes on with one."""
+        epochs, batches = super()._init_training_state(max_steps, *args, **kwargs)
+        if not hasattr(self.train_dataset, "__len__") and self.state.epoch:
+            epochs = int(self.state.epoch)
+            batches = round((self.state.epoch - epochs) * max_steps * self.args.gradient_accumulation_steps)
+        return epochs, batches
 
     def _run_epoch(self, *args, **kwargs):
         """As in transformers, which would train a step more where the last checkpoint is that of the last step."""
@@ -573,6 +586,7 @@ def build_trainer(
         collator.vision_cache = fill_cache(without_adapters(model), processor, dataset, folder, uses_bfloat16(recipe))
         read_from_cache(without_adapters(model), collator.vision_cache)
     trainer = AlignedSFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
+    collator.name_rows = True
     # not as an argument: TRL then leaves out that model and tokenizer agree on the padding token
     trainer.data_collator = collator
     if recipe.group_by_length:
@@ -605,6 +619,9 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
     arguments = SFTConfig(
         output_dir=recipe.output_dir,
         per_device_train_batch_size=per_device,
+        # for those who evaluate with this trainer: the loss alone, logits are large
+        per_device_eval_batch_size=per_device,
+        prediction_loss_only=True,
         gradient_accumulation_steps=accumulation,
         num_train_epochs=recipe.epochs,
         max_steps=recipe.max_steps or -1,

@@ -212,6 +212,7 @@ def test_tokens_added_later_leave_target_norm_gain_and_reload_as_they_are(backbo
 
 @pytest.mark.parametrize("vision", VISION)
 def test_processor_and_model_count_the_same_visual_tokens(composed, saved, vision):
+    """R01."""
     model, _ = composed(vision=vision)
     processor = AutoProcessor.from_pretrained(saved(vision=vision), trust_remote_code=True)
     registers = 4 if vision == "dinov2_registers" else 0
@@ -271,6 +272,7 @@ def test_parts_are_built_once_and_hold_values(composed):
 @pytest.mark.both_generations
 @pytest.mark.parametrize("text", ["smollm2", "gemma3"])
 def test_no_split_modules_are_in_the_model(composed, text):
+    """R55."""
     model, _ = composed(text=text)
     classes = {type(module).__name__ for module in model.modules()}
     assert set(model._no_split_modules) <= classes

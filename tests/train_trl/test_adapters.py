@@ -17,7 +17,7 @@ from normalign.assembly.adapters import base_model_of, load_adapter, refuse_brok
 from normalign.configuration.errors import NormalignError
 from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign.train_trl import RecipeError, load_recipe, train
-from normalign.train_trl.adapters import expected_keys
+from normalign.train_trl.adapters import expected_keys, quantize_language_
 from normalign.train_trl.callbacks import InterfaceProbe
 from normalign.train_trl.parts import (
     PARTS,
@@ -379,6 +379,18 @@ def test_a_run_does_not_start_from_an_adapter(run, recipe_file, tmp_path):
         train(recipe_file(1, tmp_path, model=str(out)))
     with pytest.raises(RecipeError, match=r"has left an adapter, not a whole model.*normalign export"):
         train(recipe_file(2, out.parent))
+
+
+def test_weights_in_4_bits_stay_as_they_are_in_eval_mode(tiny_model, tiny_batch, monkeypatch):
+    """bitsandbytes lays them out anew for some processors, with rounded scales, and could not train on them after that."""
+    modules = pytest.importorskip("bitsandbytes.nn.modules", reason="bitsandbytes is not installed")
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    layers = quantize_language_(tiny_model)
+    packed = {name: value.clone() for name, value in tiny_model.named_parameters() if value.dtype == torch.uint8}
+    with torch.no_grad():
+        tiny_model.eval()(**tiny_batch)
+    assert len(packed) == layers > 0
+    assert all(torch.equal(tiny_model.get_parameter(name), value) for name, value in packed.items())
 
 
 def test_a_run_in_4_bits_goes_on_to_the_same_weights(recipe_file, tmp_path):

@@ -31,6 +31,8 @@ RUN = {
 }
 FULL = {**RUN, "tune": {"vision": "full", "language": "full"}}
 LORA = {**RUN, "tune": {"vision": "lora", "language": "lora"}, "lora": {"rank": 2, "dropout": 0.2}}
+# what no part of the trainer may break together
+LORA |= {"batching": "padding_free", "group_by_length": True, "gradient_checkpointing": True}
 
 
 def weights_of(folder):
@@ -286,6 +288,26 @@ def test_a_run_that_ended_without_its_folder_trains_no_step_more(recipe_file, tm
     train(path)
     assert steps_of(out) == [1, 2]
     again = load_file(out / "model.safetensors")
+    assert [key for key in again if not torch.equal(again[key], whole[key])] == []
+
+
+def test_a_streamed_run_goes_on_in_the_pass_over_the_data_where_it_was(recipe_file, tmp_path, at_step):
+    """Five rows in steps of two: the fifth step is in the second pass, in which the rows come in another order."""
+    turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "a" * n}] for n in range(1, 6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    changes = {"tune": {"language": "full"}, "batch_size": 2, "max_steps": 5, "save_steps": 4}
+    changes["data"] = {"name": "trl", "path": str(tmp_path / "rows.jsonl"), "streaming": True}
+    whole = weights_of(train(recipe_file(1, tmp_path / "whole", **changes)))
+    path = recipe_file(1, tmp_path, **changes)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    at_step(5, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(path)
+    again = weights_of(train(path))
+    assert steps_of(tmp_path / "stage1") == [1, 2, 3, 4, 5]
     assert [key for key in again if not torch.equal(again[key], whole[key])] == []
 
 

@@ -216,8 +216,9 @@ def test_accumulation_changes_nothing(single, backbones, tmp_path):
 
 
 def test_the_command_of_the_documentation_trains_as_one_process(recipe_file, tmp_path):
-    """Rows are drawn in the same order, too; one process prints."""
-    path = recipe_file(1, tmp_path, optimizer="sgd", learning_rate=0.5)
+    """Rows are drawn in the same order, too, and may lie end to end; one process prints."""
+    laid = {"batching": "padding_free", "group_by_length": True}
+    path = recipe_file(1, tmp_path, optimizer="sgd", learning_rate=0.5, **laid)
     one = train(path)
     settings = ROOT / "configuration" / "accelerate" / "cpu.yaml"
     command = ["accelerate.commands.launch", "--config_file", settings, "-m", "normalign.train_trl", path]

@@ -17,10 +17,10 @@ def test_the_first_module_that_overflows_is_named(tiny_model, tiny_batch):
     before = [len(module._forward_hooks) for module in tiny_model.modules()]
     handle = layer.register_forward_hook(lambda module, args, output: output * float("inf"))
     with pytest.raises(NormalignError) as error:
-        refuse_loss_not_finite(tiny_model, tiny_batch, NAN, 7, [12, 40])
+        refuse_loss_not_finite(tiny_model, tiny_batch, NAN, 7, ["Row 12 of a.json", "Row 40 of b.json"])
     handle.remove()
     assert "nan in step 7: model.language_model.layers.1.mlp.down_proj is the first module" in str(error.value)
-    assert "Rows of the data in the batch: 12, 40." in str(error.value)
+    assert "In the batch: Row 12 of a.json, Row 40 of b.json." in str(error.value)
     assert [len(module._forward_hooks) for module in tiny_model.modules()] == before
 
 

@@ -70,6 +70,14 @@ def recipe(tmp_path):
         ({"output_dir": " "}, "output_dir is empty. Name a folder"),
         ({"output_dir": __file__}, "test_recipe.py, which is a file"),
         ({"overwrite": "perhaps"}, "'overwrite' must be true or false"),
+        ({"lora": {"dropout": 1}}, "lora.dropout must be below 1, got 1.0"),
+        ({"lora": {"rank": 10**9}}, "lora.rank must be at most 65,536"),
+        ({"epochs": 1e300}, "epochs must be at most 1,000,000"),
+        ({"data": {"weight": 1e308}}, "data.weight must be at most 1,000"),
+        ({"data": {"mixture": [{"nme": "trl"}]}}, "Did you mean 'data.mixture[0].name'?"),
+        ({"data": {"mixture": [{}, {"weight": 0}]}}, "data.mixture[1].weight must be above 0, got 0.0"),
+        ({"data": {"mixture": [{"weight": float("nan")}]}}, "data.mixture[0].weight must be a finite number"),
+        ({"data": {"mixture": [{"seed": -3}]}}, "data.mixture[0].seed must be from 0 to"),
     ],
 )
 def test_a_key_or_value_that_does_not_fit_is_named(recipe, content, expected):

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from normalign.configuration.errors import NormalignError
-from normalign.train_trl import RecipeError, load_recipe, train
+from normalign.modeling.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign.train_trl import RecipeError, check, load_recipe, train
 from normalign.train_trl.callbacks import InterfaceProbe, gwc_effect
 from normalign.train_trl.digit_scenes import digit_scenes_dataset
 from normalign.train_trl.parts import PARTS, freeze, part_of, training_table
@@ -312,6 +313,91 @@ def test_a_loss_that_is_not_finite_stops_the_run(composed):
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize("batching", ["padded", "padding_free"])
+def test_a_loss_that_is_not_finite_names_the_rows_of_its_batch(composed, batching):
+    """FAULTS R70."""
+    recipe, model, processor = composed(batching=batching, gradient_accumulation=2)
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    order = [batch["rows"] for batch in trainer.get_train_dataloader()]
+    seen = []
+
+    def spoil(module, args, output):
+        seen.append(True)
+        return output * float("inf") if len(seen) > 3 else output
+
+    model.model.language_model.layers[1].mlp.down_proj.register_forward_hook(spoil)
+    with pytest.raises(NormalignError) as error:
+        trainer.train()
+    # the fourth batch is the second half of the second step
+    assert "The loss became nan in step 2: model.language_model.layers.1.mlp.down_proj is" in str(error.value)
+    assert f"In the batch: {', '.join(order[3])}." in str(error.value)
+    assert order[3][0].endswith(" of digit_scenes") and order[3] != order[2]
+
+
+# --- by others, and again
+
+
+def test_trl_trains_a_saved_folder_by_its_path(runs, tmp_path):
+    """R10: with the model's own code."""
+    from transformers import AutoProcessor
+    from trl import SFTConfig, SFTTrainer
+
+    assert json.loads((runs.stage1 / "config.json").read_text())["architectures"] == [
+        "NormAlignLlavaForConditionalGeneration"
+    ]
+    settings = SFTConfig(
+        output_dir=str(tmp_path),
+        model_init_kwargs={"trust_remote_code": True},
+        max_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        assistant_only_loss=True,
+        max_length=None,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    processor = AutoProcessor.from_pretrained(runs.stage1)
+    data = digit_scenes_dataset(2)
+    trainer = SFTTrainer(str(runs.stage1), settings, train_dataset=data, processing_class=processor)
+    assert type(trainer.model).__name__ == "NormAlignLlavaForConditionalGeneration"
+    trainer.train()
+    trained, before = dict(trainer.model.named_parameters()), weights_of(runs.stage1)
+    for name in ("multi_modal_projector.linear_1.weight", "multi_modal_projector.aligned_norm.weight"):
+        assert not torch.equal(trained[f"model.{name}"], before[f"model.{name}"])
+
+
+def test_an_exported_model_is_trained_further_as_it_is(runs, recipe_file, tmp_path):
+    """R95: no config is edited by hand."""
+    from normalign.hub_upload import export
+
+    exported = export(runs.stage1, tmp_path / "export")
+    out = train(recipe_file(1, tmp_path, model=str(exported)), {"max_steps": 1})
+    folders = (runs.stage1, exported, out)
+    first, before, after = (
+        dict(NormAlignLlavaForConditionalGeneration.from_pretrained(folder).named_parameters()) for folder in folders
+    )
+    assert set(moved_parts(first, before).values()) == {0}
+    assert moved_parts(before, after) == {"vision": 0, "projector": 1, "norm": 1, "language": 0}
+
+
+def test_an_evaluation_builds_no_logits(composed):
+    """R11: it takes no more memory than a training step, and gives the loss alone."""
+    recipe, model, processor = composed()
+    trainer = build_trainer(model, processor, load_data(recipe), recipe)
+    sizes, head = [], model.lm_head
+    head.register_forward_hook(lambda module, args, output: sizes.append(output.shape))
+    loss = trainer.evaluate(load_data(recipe))["eval_loss"]
+    batch = trainer.data_collator(list(load_data(recipe)))
+    rows = batch.pop("rows")
+    assert not sizes and trainer.args.per_device_eval_batch_size == trainer.args.per_device_train_batch_size
+    losses = trainer.prediction_step(model, {**batch, "rows": rows}, trainer.args.prediction_loss_only)
+    assert losses[1:] == (None, None) and math.isfinite(loss)
+    with torch.no_grad():
+        assert losses[0].item() == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+
+
 # --- where it is written
 
 
@@ -416,6 +502,8 @@ def test_an_unknown_optimizer_is_told_the_nearest_and_a_broken_norm_its_key(reci
     path = recipe_file(1, tmp_path)
     with pytest.raises(RecipeError, match=f"{path}: compose: aligned_norm.kind must be one of layernorm"):
         train(path, {"compose.aligned_norm.kind": "batchnorm"})
+    with pytest.raises(RecipeError, match="Unknown key 'gain_int' in aligned_norm. Did you mean 'gain_init'?"):
+        check(path, {"compose.aligned_norm.gain_int": 1})
 
 
 def test_a_model_whose_file_is_cut_off_or_whose_config_is_none_is_named(runs, recipe_file, tmp_path):
@@ -446,8 +534,12 @@ def test_a_batch_of_image_rows_and_text_rows_teaches_answers_alone(composed):
 
 
 def test_a_batch_without_images_trains_the_language_model_alone(composed):
+    """R95: no picture is put in its place, and the encoder does not run."""
     recipe, model, processor = composed(tune={"language": "full"}, max_steps=1)
+    runs = []
+    model.model.vision_tower.register_forward_hook(lambda *args: runs.append(args))
     build_trainer(model, processor, digit_scenes_dataset(4, text_only_share=1.0), recipe).train()
+    assert not runs
     record = log_of(recipe.output_dir)[0]
     assert record["norm/visual_out"] is record["norm/ratio"] is None
     assert record["grad_norm/projector"] == record["update/projector"] == 0 < record["update/language"]
@@ -462,6 +554,7 @@ def test_a_batch_without_images_changes_nothing_where_the_language_model_is_froz
 
 
 def test_a_bare_tokenizer_is_refused(composed):
+    """R09."""
     recipe, model, processor = composed()
     with pytest.raises(NormalignError, match="bare .* with which TRL would train on text alone"):
         build_trainer(model, processor.tokenizer, load_data(recipe), recipe)
