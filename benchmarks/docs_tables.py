@@ -23,6 +23,18 @@ def speed(result: dict) -> str:
     return "\n".join(lines)
 
 
+def ratios(result: dict) -> str:
+    """One row a case with its ratio to the case that it is compared with, then the machine and the version of torch."""
+    lines = ["| case | median | ratio |", "|---|---|---|"]
+    for row in result["rows"]:
+        seconds = row["seconds_median"]
+        shown = f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+        lines.append(f"| {row['case']} | {shown} | {row['ratio']:.2f}x |")
+    versions, machine = result["versions"], result["machine"]
+    lines += ["", f"torch {versions['torch']}, {machine['torch_threads']} thread(s), {machine['system']}."]
+    return "\n".join(lines)
+
+
 def demo(result: dict) -> str:
     """What the demo came to, and how long it took."""
     return (
@@ -127,7 +139,7 @@ def evidence(result: dict) -> str:
     minutes, threads = result["seconds_of_all_runs"] / 60, result["machine"]["torch_threads"]
     lines += [
         "",
-        f"Means over {seeds} seeds with 95% intervals. All runs together took {minutes:.0f} minutes of a process of {threads} thread(s).",
+        f"Means over {seeds} seeds with 95% intervals. The runs took {minutes:.0f} minutes in all, added up, each in a process of {threads} thread(s)\nbeside other work on the machine.",
     ]
     return "\n".join([*lines, "", *(f"- {sentence}" for sentence in sentences(result))])
 
@@ -198,15 +210,20 @@ def smollm2(result: dict) -> str:
 
 TEXTS = {
     "aligned_norm_speed": speed,
+    "collating_speed": ratios,
     "demo": demo,
     "gwc_effect": gwc_effect,
     "inspection_smollm2": inspection_smollm2,
     "inspection_speed": speed,
+    "load_time": ratios,
     "norm_gap": norm_gap,
+    "padding_free_speed": ratios,
     "recipe_costs": recipe_costs,
     "scratch": evidence,
     "smollm2": smollm2,
     "summary": evidence,
+    "training_speed": ratios,
+    "vision_cache_speed": ratios,
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFile
-from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
+from transformers import CLIPImageProcessor, SiglipImageProcessor
 
 from normalign.configuration.errors import NormalignError
 from normalign.train_trl.images import LONGEST_SIDE, MOST_PIXELS, open_image_for_training, open_images
@@ -69,7 +69,7 @@ def test_every_mode_is_rgb_of_the_same_colour_and_makes_finite_pixels(case):
     picture = opened(image)
     assert picture.mode == "RGB" and picture.size == (8, 6)
     assert np.abs(np.subtract(mean_colour(picture), colour)).max() <= 1
-    pixels = SiglipImageProcessorPil(size={"height": 16, "width": 16})(picture, return_tensors="pt")["pixel_values"]
+    pixels = SiglipImageProcessor(size={"height": 16, "width": 16})(picture, return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 3, 16, 16) and torch.isfinite(pixels).all()
 
 
@@ -83,7 +83,7 @@ def test_a_picture_is_turned_as_its_exif_data_say(tmp_path):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 3), (1, 40), (3, 2), (50, 1)])
-@pytest.mark.parametrize("processor", [SiglipImageProcessorPil, CLIPImageProcessorPil])
+@pytest.mark.parametrize("processor", [SiglipImageProcessor, CLIPImageProcessor])
 def test_sides_of_one_to_three_pixels_work(size, processor):
     """R36: a side of 1 or 3 may be taken for the colour channels."""
     picture = opened(Image.new("RGB", size, RED))
