@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
-    rows = norm_rows(rounds) + log_rows(max(3, rounds // 3))
+    rows = norm_rows(rounds) + log_rows(rounds)
     for row in rows:
         print(f"{row['case']:50} {row['seconds_median'] * 1e3:8.1f} ms  {row['ratio']:.3f}x")
     write_result(Path(__file__).parent / "results" / "training_speed.json", rows, rounds=rounds)

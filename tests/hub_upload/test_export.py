@@ -4,6 +4,7 @@ import ast
 import getpass
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -61,7 +62,7 @@ def test_exported_code_imports_torch_transformers_and_siblings_only(exported):
     """R80: so loading asks for no further package."""
     siblings = {Path(name).stem for name in CODE}
     for name in CODE:
-        third_party = set(dynamic_module_utils.get_imports(exported / name)) - {"copy", "math"}
+        third_party = set(dynamic_module_utils.get_imports(exported / name)) - sys.stdlib_module_names
         assert third_party <= {"torch", "transformers"}
         assert set(dynamic_module_utils.check_imports(exported / name)) <= siblings
 
