@@ -28,7 +28,7 @@ RECIPE = Path(__file__).parents[1] / "configuration" / "recipes" / "demo" / "sta
 def seconds_a_batch(trainer, workers: int, batches: int) -> list[float]:
     """From the second batch on, so that starting the workers is left out."""
     loader = DataLoader(
-        trainer.train_dataset.select_columns(["messages", "images"]),
+        trainer.train_dataset,
         batch_size=trainer.args.per_device_train_batch_size,
         collate_fn=trainer.data_collator,
         num_workers=workers,
