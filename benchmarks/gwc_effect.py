@@ -24,7 +24,7 @@ from rich.progress import track
 
 from normalign import compose
 from normalign.train_trl.digit_scenes import digit_scene_rows
-from normalign.train_trl.held_out import HeldOut
+from normalign.train_trl.held_out import batch_of_rows
 from normalign.train_trl.parts import PARTS, parameters_by_part, total_norm
 
 
@@ -51,12 +51,11 @@ OPTIMIZERS = {
 }
 
 
-def batches(processor, count: int) -> list[tuple[dict, torch.Tensor]]:
-    """Inputs and labels of `count` batches of training questions."""
-    rows = digit_scene_rows(count * BATCH, seed=5)
-    # what HeldOut makes of rows is what a batch of training is
-    made = HeldOut(processor, rows, BATCH)._batches
-    return [({**inputs}, labels) for _, labels, inputs in made]
+def batches(processor, count: int, stage: int) -> list[tuple[dict, torch.Tensor]]:
+    """Inputs and labels of `count` batches of training rows: captions (1), or questions with a few of text alone (2)."""
+    rows = digit_scene_rows(count * BATCH, seed=5, stage=stage)
+    made = [batch_of_rows(processor, rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
+    return [(inputs, labels) for _, labels, inputs in made]
 
 
 def train(gwc: bool, make, data, clip: bool, vision: bool) -> list[dict]:
@@ -146,7 +145,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of an optimizer's name; nothing is written then")
     arguments = parser.parse_args()
     _, processor = compose("mini-vision", "mini-language", seed=0)
-    data = batches(processor, arguments.steps)
+    data = batches(processor, arguments.steps, 2)
     chosen = [name for name in OPTIMIZERS if arguments.only.lower() in name.lower()]
     rows = []
     for name, clip, vision in track(list(product(chosen, (True, False), (True, False))), "settings"):
@@ -178,7 +177,7 @@ def main() -> None:
         )
         print(rows[-1]["case"], rows[-1]["measured"], rows[-1]["predicted"], rows[-1]["clip_factor"])
     if not arguments.only:
-        gain = gain_movement(data, 60)
+        gain = gain_movement(batches(processor, 20, 1), 60)
         result = Path(__file__).parent / "results" / "gwc_effect.json"
         write_result(result, rows, steps=arguments.steps, batch=BATCH, max_grad_norm=MAX_NORM, gain=gain)
 

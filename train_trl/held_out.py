@@ -33,7 +33,8 @@ class HeldOut:
         # rows of like length together, so that little is padded
         ordered = sorted(rows, key=lambda row: (bool(row["images"]), row["kind"]))
         self._batches = [
-            _batch(processor, ordered[start : start + batch_size]) for start in range(0, len(ordered), batch_size)
+            batch_of_rows(processor, ordered[start : start + batch_size])
+            for start in range(0, len(ordered), batch_size)
         ]
 
     @torch.no_grad()
@@ -64,7 +65,8 @@ class HeldOut:
         }
 
 
-def _batch(processor: ProcessorMixin, rows: Sequence[dict[str, Any]]) -> tuple[list[str], torch.Tensor, dict]:
+def batch_of_rows(processor: ProcessorMixin, rows: Sequence[dict[str, Any]]) -> tuple[list[str], torch.Tensor, dict]:
+    """The kinds of the rows, their labels (-100 where nothing is learned), and what else goes into the model."""
     messages = [_with_images(row) for row in rows]
     inputs = processor.apply_chat_template(
         messages,
