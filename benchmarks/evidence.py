@@ -24,6 +24,7 @@ from normalign.train_trl.ablate import ablate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
+FIGURES = ("accuracy", "curve_accuracy", "curve_caption_loss", "differences")
 ARMS = ("none", "default", "aligned", "aligned_gwc")
 
 
@@ -70,8 +71,9 @@ def run(name: str, recipe: str, arms: tuple, changes: dict, out: Path, arguments
     recorded = {"machine": machine(), "versions": versions(), "seconds_of_all_runs": round(seconds), **summary}
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
-    for figure in (out / name / "figures").glob("*.png"):
-        shutil.copyfile(figure, ROOT / "docs" / "images" / f"evidence_{name}_{figure.stem}.png")
+    for figure in FIGURES:
+        source = out / name / "figures" / f"{figure}.png"
+        shutil.copyfile(source, ROOT / "docs" / "images" / f"evidence_{name}_{figure}.png")
     print(f"{name}: {time.perf_counter() - start:.0f} s now, {seconds:.0f} s of all runs")
 
 
