@@ -57,4 +57,5 @@ def test_the_paired_interval_is_narrow_where_two_models_differ_on_few_samples():
 def test_wilsons_interval_covers_the_true_share_about_95_times_in_100(share):
     draws = np.random.default_rng(1).binomial(200, share, 2000)
     bounds = [share_interval(int(hits), 200) for hits in draws]
-    assert 0.935 <= np.mean([b.low <= share <= b.high for b in bounds]) <= 0.965
+    # the coverage of any interval for a share jumps about 0.95, for hits are whole numbers
+    assert 0.93 <= np.mean([b.low <= share <= b.high for b in bounds]) <= 0.975
