@@ -491,6 +491,177 @@ def chat(
         typer.echo(reply)
 
 
+class Control(str, Enum):
+    """What stands in for the images when a model's sight is tested."""
+
+    black = "black"
+
+
+def _batch_size(given: str) -> int | str:
+    if given == "auto":
+        return given
+    if not given.isdigit() or int(given) == 0:
+        raise typer.BadParameter(f"'{given}' is neither 'auto' nor a number of 1 or more.")
+    return int(given)
+
+
+def _task_data(given: list[str] | None) -> dict[str, Path]:
+    """`NAME=FOLDER` as given, by name."""
+    pairs = {}
+    for item in given or []:
+        name, equals, folder = item.partition("=")
+        if not equals or not name.strip() or not folder.strip():
+            raise typer.BadParameter(f"'{item}' is not BENCHMARK=FOLDER.", param_hint="'--task-data'")
+        pairs[name.strip()] = Path(folder).expanduser()
+    return pairs
+
+
+@app.command()
+def evaluate(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A local folder or a Hub id.", show_default=False)
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Benchmarks by name, or `paper` for the paper's nine; see --list."),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            parser=_file_to_read, metavar="FILE.jsonl", help="Questions of your own; may be given several times."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_folder_to_write,
+            metavar="DIR",
+            help="Folder for results and answers; run again, it goes on.  [dim]default: outputs/evaluation/NAME[/]",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ask only the first N rows of each task, for a look.")
+    ] = None,
+    batch_size: Annotated[
+        str, typer.Option(metavar="auto|N", help="Rows at a time; auto halves it when memory does not suffice.")
+    ] = "auto",
+    control: Annotated[
+        Control | None, typer.Option(help="Ask everything again with black images: is the image looked at?")
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(parser=_folder_to_read, metavar="DIR", help="--out of another model, for paired differences."),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Examples before each question of hellaswag and mmlu.  [dim]default: 0[/]"
+        ),
+    ] = None,
+    task_data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="A local copy of a benchmark's data set; may be given several times."),
+    ] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Number format.  [dim]default: as stored; float32 without a GPU[/]")
+    ] = None,
+    list_tasks: Annotated[
+        bool, typer.Option("--list", help="Show the benchmarks, what each needs, and stop.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on the paper's nine benchmarks, or on questions of your own."""
+    if list_tasks:
+        _list_benchmarks(as_json)
+        return
+    if model is None or not model.strip():
+        raise typer.BadParameter("Name a model: a local folder or a Hub id.", param_hint="'MODEL'")
+    if not tasks and not data:
+        raise typer.BadParameter("Name benchmarks (--tasks paper) or a file of questions (--data FILE.jsonl).")
+    size, folders = _batch_size(batch_size), _task_data(task_data)
+    from .evaluation.evaluating import evaluate as evaluated
+    from .evaluation.report import save_report
+
+    folder = out or Path("outputs/evaluation") / (Path(model).name or "model")
+    with _only_json(as_json), _stage_bars(leave=True) as progress:
+        results = evaluated(
+            model,
+            folder,
+            tasks,
+            data=data or [],
+            limit=limit,
+            batch_size=size,
+            black_images=control is Control.black,
+            num_fewshot=num_fewshot,
+            compare=compare,
+            task_data=folders,
+            dtype=None if dtype is None else dtype.value,
+            progress=progress,
+        )
+    if not results:  # one of several processes, and not the first
+        return
+    save_report(results, folder)
+    _write_eval_results(results, folder)
+    if as_json:
+        _print_json(results)
+    else:
+        _show_results(results, folder)
+    if nothing := [name for name, task in results["tasks"].items() if task["score"] is None]:
+        raise NormalignError(
+            f"No row of {', '.join(nothing)} could be run; the first failure: "
+            f"{results['tasks'][nothing[0]].get('failures', ['none is recorded'])[0]}. All of them stand in {folder / 'samples'}."
+        )
+
+
+def _list_benchmarks(as_json: bool) -> None:
+    from .evaluation.benchmarks import BENCHMARKS
+
+    if as_json:
+        _print_json({name: asdict(benchmark) for name, benchmark in BENCHMARKS.items()})
+        return
+    heads = ("task", "harness", "metric", "rows", "login", "judge", "measures")
+    rows = [
+        (
+            b.name,
+            b.harness,
+            b.metric,
+            f"{b.rows:,}",
+            *("yes" if needed else "no" for needed in (b.login, b.judge)),
+            b.measures,
+        )
+        for b in BENCHMARKS.values()
+    ]
+    _print_table(heads, rows)
+
+
+def _show_results(results: dict[str, Any], folder: Path) -> None:
+    from .evaluation.report import notes, table_rows
+
+    _print_table(*table_rows(results))
+    for note in notes(results):
+        typer.echo(f"\n{note}")
+    typer.echo(f"\nResults, table and figure: {folder}; every answer: {folder / 'samples'}")
+
+
+def _print_table(heads, rows) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(*heads, box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table, markup=False)
+
+
+def _write_eval_results(results: dict[str, Any], folder: Path) -> None:
+    """The Hub's own files of results beside ours, for tasks that were measured in full."""
+    from .hub_upload.eval_results import EVAL_RESULTS, eval_result_files
+
+    for name, text in eval_result_files(results).items():
+        (folder / EVAL_RESULTS).mkdir(exist_ok=True)
+        (folder / EVAL_RESULTS / name).write_text(text, encoding="utf-8")
+
+
 @app.command()
 def export(
     model: Model,
@@ -765,13 +936,13 @@ def _inspected(model: str, pictures: list, options: dict[str, Any]):
 
 
 @contextmanager
-def _stage_bars():
+def _stage_bars(leave: bool = False):
     """A bar for each stage of the work, on stderr: call it with the stage's name, what is done, and of how much."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     tasks: dict[str, Any] = {}
     columns = TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Progress(*columns, console=Console(stderr=True), transient=not leave) as bars:
 
         def advance(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
