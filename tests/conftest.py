@@ -1,6 +1,7 @@
 """Settings every test runs under (set before anything else is imported) and the fixtures that rooms share."""
 
 import atexit
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -50,6 +51,13 @@ TINY_VISION = {
     "vision_use_head": False,
 }
 IMAGE_TOKEN = 60
+
+
+def pytest_runtest_setup(item):
+    """A test marked `harness` imports lmms-eval and lm-eval, which have an environment of their own."""
+    missing = [name for name in ("lmms_eval", "lm_eval") if importlib.util.find_spec(name) is None]
+    if missing and item.get_closest_marker("harness"):
+        pytest.skip(f"needs {' and '.join(missing)}: `make test-eval` runs it where they are installed")
 
 
 @pytest.fixture(scope="session")
