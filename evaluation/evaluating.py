@@ -19,7 +19,7 @@ from .batching import Failure, run_batched
 from .benchmarks import average_of_nine, chosen_benchmarks, harness_version, refuse_missing_harnesses
 from .intervals import Estimate, mean_interval, paired_interval
 from .own_data import OwnTask
-from .requests import Request, Scores, Task, Unit
+from .requests import Progress, Request, Scores, Task, Unit
 from .sample_store import SampleStore
 
 
@@ -30,9 +30,6 @@ SAMPLES = "samples"
 RESULTS = "results.json"
 _RUN = "run.json"
 _SHOWN_FAILURES = 5
-
-Progress = Callable[[str, int, int], None]
-
 
 class Answerer(Protocol):
     """What answers requests: a model, or in tests something that knows the answers."""
@@ -122,9 +119,10 @@ def evaluate(
     if benchmarks:
         from .harness import load_benchmarks
 
+        shown = None if processes.rank else progress
         if processes.rank:  # the first one fetches the data, the others find it in the cache
             processes.wait()
-        loaded = load_benchmarks(benchmarks, limit, num_fewshot, task_data, Path(out) / "harness") + loaded
+        loaded = load_benchmarks(benchmarks, limit, num_fewshot, task_data, Path(out) / "harness", shown) + loaded
         if not processes.rank:
             processes.wait()
     from .generation import load_model
@@ -395,9 +393,12 @@ def _difference(first: Mapping[str, tuple], second: Mapping[str, tuple]) -> Esti
     common = [name for name in first if name in second]
     if not common:
         return None
-    if first[common[0]][1] is None:
-        return paired_interval([first[name][0] for name in common], [second[name][0] for name in common])
-    return mean_interval([first[name][0] - second[name][0] for name in common], [first[name][1] for name in common])
+    strata = [first[name][1] for name in common]
+    return paired_interval(
+        [first[name][0] for name in common],
+        [second[name][0] for name in common],
+        strata if strata[0] is not None else None,
+    )
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from typing import Any
 from ..configuration.errors import NormalignError
 from .answers import extract_choice, extract_yes_no
 from .benchmarks import Benchmark, harness_version
-from .requests import Request, Scores, Unit
+from .requests import Progress, Request, Scores, Unit
 
 
+# a file to be handed in, and a ratio that counts the references and not the answers
+_LEFT_OUT = ("submission", "pope_yes_ratio")
 _MMBENCH_ROTATION = 1_000_000  # rows whose index differs by a multiple of it are one question with its options turned
 
 
@@ -32,6 +34,7 @@ def load_benchmarks(
     num_fewshot: int | None = None,
     data: Mapping[str, Path] | None = None,
     scratch: Path | None = None,
+    progress: Progress | None = None,
 ) -> list[LmmsTask | LmTask]:
     """The benchmarks with their data and prompts.
 
@@ -40,20 +43,24 @@ def load_benchmarks(
         num_fewshot: how many examples stand before each question of the benchmarks of lm-eval; None is the harness's choice.
         data: by benchmark, a folder with a copy of its data set's repository, for machines without network.
         scratch: where the harness may write the files that some of its scores leave.
+        progress: called with what is done, how far, and of how much.
 
     Raises:
         NormalignError: the data of a benchmark cannot be had.
     """
     data = data or {}
-    _refuse_missing_data(benchmarks, data)
-    _quiet_harnesses()
+    _refuse_missing_data(benchmarks, data, progress)
     loaded = []
-    for benchmark in benchmarks:
-        with _explained(benchmark, data):
+    for i, benchmark in enumerate(benchmarks):
+        if progress:
+            progress("data sets", i, len(benchmarks))
+        with _explained(benchmark, data), _without_logs():
             if benchmark.harness == "lmms-eval":
                 loaded.append(LmmsTask(benchmark, limit, data.get(benchmark.name), scratch))
             else:
                 loaded.append(LmTask(benchmark, limit, num_fewshot, data.get(benchmark.name)))
+    if progress:
+        progress("data sets", len(benchmarks), len(benchmarks))
     return loaded
 
 
@@ -78,14 +85,16 @@ class LmmsTask:
         self.docs = self.task.eval_docs
         self.plain_docs = self.task.eval_docs_no_media
         self.task.args = SimpleNamespace(output_path=None if scratch is None else str(scratch))
-        with contextlib.redirect_stderr(io.StringIO()):
+        with _quietly():
             self.task.build_all_requests(limit=limit)
         self.instances = {str(instance.args[3]): instance for instance in self.task.instances}
         first = next(iter(self.instances.values()))
         self.max_new_tokens = int(first.args[1].get("max_new_tokens", 1024))
         stop = first.args[1].get("until", [])
         self.stop = [stop] if isinstance(stop, str) else list(stop)
-        self.about = _about(benchmark, self.task.VERSION)
+        metadata = self.task.config.metadata
+        metadata = metadata[0] if isinstance(metadata, list) and metadata else metadata
+        self.about = _about(benchmark, (metadata or {}).get("version"))
 
     def requests(self) -> list[Request]:
         return [
@@ -119,11 +128,11 @@ class LmmsTask:
                     by_metric[metric].append(value)
         if not by_metric:
             return scores
-        with contextlib.redirect_stdout(io.StringIO()):
+        with _quietly():
             for metric, values in by_metric.items():
                 if metric == self.metric:
                     scores.value = self._aggregated(metric, values)
-                elif metric != "submission" and metric in self.task.aggregation():
+                elif metric not in _LEFT_OUT and metric in self.task.aggregation():
                     scores.other[metric] = self._aggregated(metric, values)
             for rows in units.values():
                 values = [metrics[row][self.metric] for row in rows]
@@ -151,7 +160,7 @@ class LmmsTask:
         function = self.task.aggregation()[metric]
         if self.name == "ocrbench":
             # the task counts on in a table of its module from one call to the next, and divides by all 1000 rows
-            counts = inspect.getmodule(function).OCRBench_score
+            counts = function.__globals__["OCRBench_score"]
             counts.update(dict.fromkeys(counts, 0))
             return function(values, args=self.task.args) * self.benchmark.rows / len(values)
         if "args" in inspect.signature(function).parameters:
@@ -176,6 +185,8 @@ class LmmsTask:
                 all((scores.parsed[row] or "").lower() == target for row, target in zip(rows, targets, strict=True))
             )
         scores.extracted = sum(right) / len(right)
+        if self.benchmark.answers == "yes or no":
+            scores.other["says yes"] = sum(said == "yes" for said in scores.parsed.values()) / len(scores.parsed)
 
     def _choices(self, doc: dict[str, Any]) -> dict[str, str] | list[str]:
         """The letters of a question with the texts behind them, or the letters alone where the question holds the texts."""
@@ -206,12 +217,15 @@ class LmTask:
         self.benchmark, self.name, self.metric = benchmark, benchmark.name, benchmark.metric
         room = {"mmlu": "mmlu/default"}.get(self.name, self.name)
         manager = TaskManager(include_path=str(Path(lm_eval.__file__).parent / "tasks" / room), include_defaults=False)
-        names = manager.all_subtasks
         changes = {"dataset_path": str(folder)} if folder else {}
-        loaded = manager.load([{"task": name, **changes} for name in names])
-        self.tasks = loaded["tasks"]
+        # a group of our own, since only a member of a group takes changes to a task that the harness knows
+        members = [{"task": name, **changes} for name in manager.all_subtasks]
+        self.tasks = manager.load([{"group": "normalign", "task": members}])["tasks"]
+        tags = {name: sorted(manager.task_index[name].tags) for name in self.tasks}
+        # the subjects of MMLU by field
+        self.field = {name: tags[name][0].removeprefix("mmlu_").removesuffix("_tasks") for name in tags if tags[name]}
         self.instances: dict[str, list[Any]] = defaultdict(list)
-        with contextlib.redirect_stderr(io.StringIO()):
+        with _quietly():
             for name, task in self.tasks.items():
                 if num_fewshot is not None:
                     task.set_config(key="num_fewshot", value=num_fewshot)
@@ -232,7 +246,7 @@ class LmTask:
 
     def score(self, answers: dict[str, list[tuple[float, bool]]]) -> Scores:
         scores = Scores(None)
-        by_metric, by_tag = defaultdict(list), defaultdict(list)
+        by_metric, by_field = defaultdict(list), defaultdict(list)
         for row, likelihoods in answers.items():
             task = self.tasks[row.rsplit("/", 1)[0]]
             doc = self.docs[row]
@@ -244,18 +258,14 @@ class LmTask:
             scores.targets[row] = task.doc_to_target(doc)
             for metric in task.aggregation():
                 by_metric[metric].append(float(metrics[metric]))
-            tag = task.config.tag
-            by_tag[tag if isinstance(tag, str) else None].append(float(metrics[self.metric]))
+            by_field[self.field.get(task.task_name)].append(float(metrics[self.metric]))
             scores.units.append(Unit((row,), float(metrics[self.metric])))
         # lm-eval weighs the subjects of MMLU by their size: that is the mean over all rows
         means = {metric: sum(values) / len(values) for metric, values in by_metric.items()}
         scores.value = means.pop(self.metric, None)
         scores.other = means
-        if self.name == "mmlu":
-            scores.other |= {
-                str(tag).removeprefix("mmlu_").removesuffix("_tasks"): sum(values) / len(values)
-                for tag, values in sorted(by_tag.items(), key=str)
-            }
+        if len(self.tasks) > 1:
+            scores.other |= {str(name): sum(values) / len(values) for name, values in sorted(by_field.items())}
         return scores
 
 
@@ -269,30 +279,51 @@ def _about(benchmark: Benchmark, task_version: Any) -> dict[str, Any]:
     }
 
 
-def _quiet_harnesses() -> None:
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
     """Keeps back what the harnesses log of their own working; their errors are raised and shown by us."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.suppress(ImportError):
+    try:
         from loguru import logger
+    except ImportError:
+        yield
+        return
+    logger.disable("")
+    try:
+        yield
+    finally:
+        logger.enable("")
 
-        logger.disable("lmms_eval")
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps back what they print and the bars that they draw, too."""
+    with _without_logs(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
-def _refuse_missing_data(benchmarks: list[Benchmark], data: Mapping[str, Path]) -> None:
+def _refuse_missing_data(benchmarks: list[Benchmark], data: Mapping[str, Path], progress: Progress | None) -> None:
     """Names every data set that cannot be had, before the harnesses try each for a minute."""
     from datasets import load_dataset_builder
 
+    # that a request is tried again is said for each of many
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     configs = {"mmbench_en_dev_static": "en", "scienceqa_img": "ScienceQA-IMG", "mmlu": "anatomy"}
-    problems = []
-    for benchmark in benchmarks:
+    problems, unreached = [], False
+    for i, benchmark in enumerate(benchmarks):
+        if progress:
+            progress("data sets", i, len(benchmarks))
         folder = data.get(benchmark.name)
         if folder is not None and not folder.is_dir():
             problems.append(f"{benchmark.name}: there is no folder {folder}")
-            continue
-        try:
-            load_dataset_builder(str(folder or benchmark.dataset), configs.get(benchmark.name))
-        except Exception as error:  # hub, file and network errors have no common class
-            problems.append(f"{benchmark.name} ({folder or benchmark.dataset}): {_reason(error)}")
+        elif folder is None and unreached:
+            problems.append(f"{benchmark.name} ({benchmark.dataset}): not tried, the Hub cannot be reached")
+        else:
+            try:
+                load_dataset_builder(str(folder or benchmark.dataset), configs.get(benchmark.name))
+            except Exception as error:  # hub, file and network errors have no common class
+                problems.append(f"{benchmark.name} ({folder or benchmark.dataset}): {_reason(error)}")
+                unreached |= folder is None and isinstance(error, ConnectionError)
     if problems:
         raise NormalignError(_no_data(problems))
 
@@ -311,7 +342,7 @@ def _no_data(problems: list[str]) -> str:
     hint = "HF_HUB_OFFLINE is set, so nothing is fetched: unset it. " if offline else ""
     return (
         f"The data of {'these benchmarks' if len(problems) > 1 else 'this benchmark'} cannot be had. {hint}With no network, "
-        f"copy the data set's repository once (`hf download --repo-type dataset NAME --local-dir FOLDER`) and give it with "
+        f"set HF_HUB_OFFLINE=1 if an earlier run has fetched it; or copy the data set's repository once (`hf download --repo-type dataset NAME --local-dir FOLDER`) and give it with "
         f"--task-data BENCHMARK=FOLDER; a gated data set needs your consent on its page and `hf auth login`."
         + "".join(f"\n  - {problem}" for problem in problems)
     )

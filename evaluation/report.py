@@ -28,7 +28,7 @@ def table_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "sees",
         "other",
     ]
-    heads += [f"paper, {model}: {' / '.join(PAPER_ARMS)}" for model in PAPER]
+    heads += [f"paper, {model.removesuffix('-Instruct')}" for model in PAPER]
     rows = []
     differences = (results.get("comparison") or {}).get("tasks", {})
     for name, task in results["tasks"].items():
@@ -90,6 +90,8 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"`other` is the difference to {comparison['model']} over the same rows, in points, with its paired 95% "
             f"interval."
         )
+    if any(name in figures for name in tasks for figures in PAPER.values()):
+        said.append(f"The paper's columns hold the figures of its Table 4 for {' / '.join(PAPER_ARMS)}.")
     missing = [name for name in BENCHMARKS if tasks.get(name, {}).get("score") is None]
     if missing and set(tasks) & set(BENCHMARKS):
         said.append(f"There is no average of nine without {', '.join(missing)}.")

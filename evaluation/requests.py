@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+Progress = Callable[[str, int, int], None]
+
+
 @dataclass(frozen=True)
 class Request:
     """One row's question.

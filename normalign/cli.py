@@ -644,13 +644,27 @@ def _show_results(results: dict[str, Any], folder: Path) -> None:
 
 
 def _print_table(heads, rows) -> None:
+    """A table, or several with the first column in each where one would be wider than the terminal."""
     from rich import box
     from rich.table import Table
 
-    table = Table(*heads, box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table, markup=False)
+    console = Console(highlight=False)
+    widths = [max(len(row[i]) for row in (heads, *rows)) + 2 for i in range(len(heads))]
+    parts, room = [], 0
+    for i in range(1, len(heads)):
+        if not parts or widths[i] > room:
+            parts.append([0])
+            room = console.width - widths[0] - 2
+        parts[-1].append(i)
+        room -= widths[i]
+    for part in parts:
+        table = Table(box=box.SIMPLE_HEAD)
+        for i in part:
+            figures = all(row[i][:1] in "+-.0123456789" for row in rows)
+            table.add_column(heads[i], no_wrap=i == 0, justify="right" if figures else "left")
+        for row in rows:
+            table.add_row(*(row[i] for i in part))
+        console.print(table, markup=False)
 
 
 def _write_eval_results(results: dict[str, Any], folder: Path) -> None:
