@@ -13,7 +13,7 @@ from .images import open_image
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import PreTrainedModel, ProcessorMixin
+    from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 
 
 def load_model(model: str | Path, dtype: str | None = None) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -111,6 +111,55 @@ def check_prompt(processor: ProcessorMixin, prompt: str) -> None:
         )
 
 
+def chat_prompts(processor: ProcessorMixin, conversations: Sequence[list[dict[str, Any]]]) -> list[str]:
+    """The text of each conversation up to where the model's turn begins, by the processor's chat template.
+
+    Raises:
+        NormalignError: a text holds the token that stands for an image.
+    """
+    for conversation in conversations:
+        for message in conversation:
+            parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
+            for part in parts:
+                check_prompt(processor, part if isinstance(part, str) else part.get("text") or "")
+    return [
+        processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        for conversation in conversations
+    ]
+
+
+def batches_by_images(order: Sequence[int], images: Sequence[list[Image.Image]], batch_size: int) -> list[list[int]]:
+    """`order` cut into batches, those with images first: processors disagree about rows with and without in one batch."""
+    batches = []
+    for with_images in (True, False):
+        rows = [i for i in order if (len(images[i]) > 0) == with_images]
+        batches += [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return batches
+
+
+def model_inputs(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    texts: list[str],
+    images: Sequence[list[Image.Image]],
+    *,
+    padding_side: str,
+    add_special_tokens: bool = False,
+) -> BatchFeature:
+    """Padded inputs of one batch on the model's device, pixels in the model's number format."""
+    inputs = processor(
+        text=texts,
+        images=[image for some in images for image in some] or None,
+        return_tensors="pt",
+        padding=True,
+        padding_side=padding_side,
+        add_special_tokens=add_special_tokens,
+    ).to(model.device)
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    return inputs
+
+
 def generate_answers(
     model: PreTrainedModel,
     processor: ProcessorMixin,
@@ -119,6 +168,7 @@ def generate_answers(
     *,
     batch_size: int = 32,
     max_new_tokens: int = 32,
+    stop: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Greedy answers to conversations that end with the user's turn.
@@ -126,6 +176,7 @@ def generate_answers(
     Args:
         conversations: message lists in the form of transformers' chat templates.
         images: the images of each conversation, in order; an empty list for text alone.
+        stop: an answer ends before the first of these texts in it; the space it begins with does not count.
         progress: called with the number of conversations just answered.
 
     Returns:
@@ -136,41 +187,53 @@ def generate_answers(
         NormalignError: a text holds the token that stands for an image.
     """
     import torch
+    from transformers import StoppingCriteriaList
 
-    for conversation in conversations:
-        for message in conversation:
-            parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
-            for part in parts:
-                check_prompt(processor, part if isinstance(part, str) else part.get("text") or "")
+    stop = [text for text in stop if text]
+    prompts = chat_prompts(processor, conversations)
     answers: list[str | None] = [None] * len(conversations)
-    # rows with and without images take separate batches: processors disagree about mixing them
-    order = sorted(range(len(conversations)), key=lambda i: len(images[i]) == 0)
-    with_image = sum(len(some) > 0 for some in images)
-    starts = [*range(0, with_image, batch_size), *range(with_image, len(order), batch_size)]
-    for start in starts:
-        stop = min(start + batch_size, with_image if start < with_image else len(order))
-        batch = order[start:stop]
-        prompts = [
-            processor.apply_chat_template(conversations[i], add_generation_prompt=True, tokenize=False) for i in batch
-        ]
-        inputs = processor(
-            text=prompts,
-            images=[image for i in batch for image in images[i]] or None,
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
-            add_special_tokens=False,
-        ).to(model.device)
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    for batch in batches_by_images(range(len(conversations)), images, batch_size):
+        texts, pictures = [prompts[i] for i in batch], [images[i] for i in batch]
+        inputs = model_inputs(model, processor, texts, pictures, padding_side="left")
+        start = inputs["input_ids"].shape[1]
+        options = {"stopping_criteria": StoppingCriteriaList([_stop_at(processor, stop, start)])} if stop else {}
         with torch.inference_mode():
-            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        texts = processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        for i, text in zip(batch, texts, strict=True):
-            answers[i] = text.strip()
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, **options)
+        for i, text in zip(batch, processor.batch_decode(tokens[:, start:], skip_special_tokens=True), strict=True):
+            answers[i] = cut_at(text, stop)
         if progress:
             progress(len(batch))
     return answers
+
+
+def cut_at(text: str, stop: Sequence[str]) -> str:
+    """`text` without surrounding space, up to the first of `stop` in it."""
+    text = text.strip()
+    return text[: min((text.index(end) for end in stop if end in text), default=None)].strip()
+
+
+def _stop_at(processor: ProcessorMixin, stop: list[str], start: int) -> Callable:
+    """Ends each row's generation where one of the texts has come up behind its first visible character.
+
+    transformers' own stop strings also count what the prompt ends with: a model whose turn begins on a new line, and who
+    begins with one more, would be stopped at an empty line before it has said anything.
+    """
+    import torch
+
+    # a token stands for a byte at least, so that a text of n bytes lies within the last n tokens and the one it ends in
+    window = 1 + max(len(text.encode()) for text in stop)
+    begun: dict[int, bool] = {}
+
+    def stopped(tokens: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        texts = processor.batch_decode(tokens[:, start:][:, -window:], skip_special_tokens=True)
+        ends = []
+        for row, text in enumerate(texts):
+            text = text if begun.get(row) else text.lstrip()
+            begun[row] = begun.get(row, False) or bool(text)
+            ends.append(any(end in text for end in stop))
+        return torch.tensor(ends, device=tokens.device)
+
+    return stopped
 
 
 def answer(model: str, prompt: str, images: Sequence[str | Path] = (), max_new_tokens: int = 128) -> str:

@@ -1,5 +1,6 @@
 """Answers by generation: batches, images and no images, scores, and image files of every kind."""
 
+import functools
 import json
 import shutil
 
@@ -148,6 +149,55 @@ def test_a_text_with_the_image_token_is_refused(composed):
     for content in ("a <image> b", [{"type": "text", "text": "a <image> b"}]):
         with pytest.raises(NormalignError, match="holds the text <image>"):
             generate_answers(*composed, [[{"role": "user", "content": content}]], [[]])
+
+
+def spelled(composed, monkeypatch, texts):
+    """Makes the model say these texts, row by row, whatever it is asked; the list that it gives grows by one a step."""
+    scripts = [composed[1].tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    model, lengths = composed[0], []
+    forward = type(model).forward
+
+    @functools.wraps(forward)  # generate() looks at the signature
+    def scripted(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        for row, script in enumerate(scripts):
+            token = script[len(lengths)] if len(lengths) < len(script) else self.generation_config.eos_token_id
+            output.logits[row, -1] = -1e9
+            output.logits[row, -1, token] = 0
+        lengths.append(len(lengths) + 1)
+        return output
+
+    monkeypatch.setattr(type(model), "forward", scripted)
+    return lengths
+
+
+def asked(question="Is there a 7?", times=1):
+    return [[{"role": "user", "content": [{"type": "text", "text": question}]}]] * times
+
+
+def test_an_answer_ends_before_the_first_stop_text(composed, monkeypatch):
+    texts = ["the digit is red\nand it is green", "one two three four five six seven eight", "\nred\nblue"]
+    lengths = spelled(composed, monkeypatch, texts)
+    answers = generate_answers(*composed, asked(times=3), [[]] * 3, max_new_tokens=40, stop=["\n", "", " four"])
+    # the line break that the third begins with is only the space around an answer
+    assert answers == ["the digit is red", "one two three", "red"]
+    longest = max(len(composed[1].tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    assert len(lengths) < longest, "generation ends when all rows have come to a stop text"
+
+
+def test_a_stop_text_in_the_prompt_stops_nothing(composed, monkeypatch):
+    spelled(composed, monkeypatch, ["red or green"])
+    question = "Say red:\n\n"
+    assert generate_answers(*composed, asked(question), [[]], max_new_tokens=20, stop=["\n", "Say"]) == [
+        "red or green"
+    ]
+
+
+def test_decoding_is_greedy_whatever_the_model_is_set_to(composed, rows, monkeypatch):
+    expected = answer_rows(*composed, rows[:3], max_new_tokens=6)
+    for name, value in {"do_sample": True, "temperature": 5.0, "num_beams": 3}.items():
+        monkeypatch.setattr(composed[0].generation_config, name, value)
+    assert answer_rows(*composed, rows[:3], max_new_tokens=6) == expected
 
 
 def test_exact_match_counts_over_all_and_by_kind():
