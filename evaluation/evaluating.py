@@ -31,6 +31,7 @@ RESULTS = "results.json"
 _RUN = "run.json"
 _SHOWN_FAILURES = 5
 
+
 class Answerer(Protocol):
     """What answers requests: a model, or in tests something that knows the answers."""
 

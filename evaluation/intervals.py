@@ -54,8 +54,7 @@ def mean_interval(scores: Sequence[float], strata: Sequence[Hashable] | None = N
     if not len(values):
         raise ValueError("no scores have no mean")
     weights = _weights(len(values), strata)
-    mean = min(1.0, float(weights @ values)) if _are_shares(values) else float(weights @ values)
-    stderr = _stderr(values, strata)
+    mean, stderr = _mean(values, strata), _stderr(values, strata)
     if _are_shares(values):
         effective = 1 / float(weights @ weights)
         wilson = share_interval(mean * effective, effective)
@@ -83,7 +82,7 @@ def paired_interval(
     if not len(one):
         raise ValueError("no pairs have no difference")
     weights = _weights(len(one), strata)
-    mean, stderr = float(weights @ (one - two)), _stderr(one - two, strata)
+    mean, stderr = _mean(one - two, strata), _stderr(one - two, strata)
     if not (_are_shares(one) and _are_shares(two)):
         return Estimate(mean, stderr, mean - Z95 * stderr, mean + Z95 * stderr, len(one))
     effective = 1 / float(weights @ weights)
@@ -106,8 +105,18 @@ def _weights(n: int, strata: Sequence[Hashable] | None) -> np.ndarray:
     return np.array([1 / (len(sizes) * sizes[stratum]) for stratum in strata])
 
 
+def _mean(values: np.ndarray, strata: Sequence[Hashable] | None) -> float:
+    if strata is None:
+        return float(values.mean())
+    return float(np.mean([group.mean() for group in _groups(values, strata)]))
+
+
+def _groups(values: np.ndarray, strata: Sequence[Hashable]) -> list[np.ndarray]:
+    return [values[[stratum == name for stratum in strata]] for name in dict.fromkeys(strata)]
+
+
 def _stderr(values: np.ndarray, strata: Sequence[Hashable] | None) -> float:
     if strata is not None:
-        groups = [values[[stratum == name for stratum in strata]] for name in set(strata)]
+        groups = _groups(values, strata)
         return math.sqrt(sum(_stderr(group, None) ** 2 for group in groups)) / len(groups)
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0

@@ -160,8 +160,10 @@ def test_the_black_image_control_stands_beside_with_a_paired_interval(questions,
     sees = run(Scripted(knows), questions, tmp_path / "sees", black_images=True)["tasks"]["numbers"]["black_image"]
     blind = run(Scripted(half), questions, tmp_path / "blind", black_images=True)["tasks"]["numbers"]["black_image"]
     assert (sees["score"], sees["n"], sees["failed"]) == (0.0, 40, 0)
-    assert sees["difference"] == {"value": 100.0, "low": 100.0, "high": 100.0, "n": 40}
+    assert (sees["difference"]["value"], sees["difference"]["high"], sees["difference"]["n"]) == (100.0, 100.0, 40)
+    assert 80 < sees["difference"]["low"] < 100
     assert blind["score"] == 50.0 and blind["difference"]["value"] == 0.0
+    assert blind["difference"]["low"] == -blind["difference"]["high"] < 0
     again = Scripted(half)
     run(again, questions, tmp_path / "blind", black_images=True)
     assert again.asked == []

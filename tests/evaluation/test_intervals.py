@@ -50,7 +50,40 @@ def test_the_paired_interval_is_narrow_where_two_models_differ_on_few_samples():
     paired = paired_interval(first, second)
     apart = math.hypot(mean_interval(first).stderr, mean_interval(second).stderr)
     assert paired.value == pytest.approx(np.mean(first) - np.mean(second))
-    assert paired.stderr < apart / 3
+    assert paired.stderr < apart / 3 and paired.low < paired.value < paired.high
+
+
+def test_no_difference_in_few_samples_is_no_proof_of_none():
+    few, many = paired_interval([1, 0, 1], [1, 0, 1]), paired_interval([1, 0] * 500, [1, 0] * 500)
+    assert few.value == many.value == 0 and few.low == -few.high < -0.3
+    assert -0.005 < many.low < 0 < many.high < 0.005
+    stratified = mean_interval([0, 0, 0], ["a", "b", "c"])
+    assert stratified.low == 0 and stratified.high == pytest.approx(share_interval(0, 3).high)
+
+
+def test_agresti_and_mins_interval_covers_the_true_difference():
+    """Matched pairs: both right, only the first, only the second, neither."""
+    rng = np.random.default_rng(2)
+    shares = [0.5, 0.2, 0.1, 0.2]
+    covered = 0
+    for _ in range(1000):
+        cells = rng.choice(4, 80, p=shares)
+        paired = paired_interval(np.isin(cells, (0, 1)).astype(float), np.isin(cells, (0, 2)).astype(float))
+        covered += paired.low <= 0.1 <= paired.high
+    assert 0.93 <= covered / 1000 <= 0.975
+
+
+def test_paired_scores_that_are_no_zeros_and_ones_get_the_normal_interval():
+    first, second = [0.5, 0.25, 1.0, 0.0], [0.25, 0.25, 0.5, 0.5]
+    paired = paired_interval(first, second)
+    differences = np.subtract(first, second)
+    assert paired.stderr == pytest.approx(np.std(differences, ddof=1) / 2)
+    assert paired.high - paired.value == pytest.approx(Z95 * paired.stderr)
+
+
+def test_paired_strata_weigh_the_same():
+    paired = paired_interval([1, 1, 1, 1, 0], [0, 0, 0, 0, 1], ["a", "a", "a", "a", "b"])
+    assert paired.value == 0.0 and paired.low < 0 < paired.high
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.93])
