@@ -19,7 +19,7 @@ _AT_START = re.compile(_LETTER)
 _ALONE = re.compile(_LETTER + r"[\s.:,;!]*")
 _DELIMITER = re.compile(r"[).\]:](?=\s|$)|[)\]:]|[,;!](?=\s|$)|\s*[-–—]+(?=\s)|\s*\n|\s*$")
 _SECOND_LETTER = re.compile(
-    r"(?:\s*[,/&+]\s*(?:or|and)?|\s+(?:or|and|nor)\b)\s*(?:option|choice)?" + _LETTER
+    r"(?:\s*[,/&+]\s*(?:or|and)?|\s+(?:or|and|nor)\b)\s*(?:maybe|perhaps|possibly)?\s*(?:option|choice)?" + _LETTER
     + r"|[.;:)\s]\s*[(\[]?(?P<bare>[A-Z])(?=\s*(?:$|[).:,;\]\n]|[A-Z]\b(?!\s+[a-z])))"
 )  # fmt: skip
 _MARKED = re.compile(r"(?:^|(?<=\s))[(\[]?(?P<letter>[A-Za-z])[).\]:]\s+(?=\S)", re.MULTILINE)
@@ -27,16 +27,22 @@ _MARKED = re.compile(r"(?:^|(?<=\s))[(\[]?(?P<letter>[A-Za-z])[).\]:]\s+(?=\S)",
 _IS = r"(?:'s|\s+(?:is|was|would be|should be|must be|will be|has to be))"
 _SURELY = r"(?:\s*\b(?:therefore|thus|then|most|likely|probably|clearly|definitely|indeed|certainly)\b)*"
 _NAMED = r"(?:\s*\bthe\b)?(?:\s*\b(?:option|choice|letter|answer)\b)?"
+# each is looked for by itself: they overlap in "so the answer is C"
 _CUES = (
     # "the answer is C", "Answer: (b)", "the correct option for this question is C"
-    rf"\b(?:answer|ans|solution|(?:correct|right|best) (?:option|choice))\b"
-    rf"(?:\s+(?:to|for|of|among|here|in|from)\b[^.\n:]{{0,60}}?(?:{_IS}|\s*[:=])|{_IS}|\s*[:=.–—-]+|\s+(?:option|choice|letter)\b)?"
-    rf"[:\s]*{_SURELY}{_NAMED}[:\s]*",
+    re.compile(
+        rf"\b(?:answer|ans|solution|(?:correct|right|best) (?:option|choice))\b"
+        rf"(?:\s+(?:to|for|of|among|here|in|from)\b[^.\n:]{{0,60}}?(?:{_IS}|\s*[:=])"
+        rf"|{_IS}|\s*[:=.–—-]+|\s+(?:option|choice|letter)\b)?[:\s]*{_SURELY}{_NAMED}[:\s]*",
+        re.IGNORECASE,
+    ),
     # "so B", "I choose C", "it must be (D)"
-    rf"\b(?:so|therefore|thus|hence|i (?:would |'d |will )?(?:choose|pick|select|say|go with)|i chose|(?:it|this|that){_IS})\b"
-    rf",?(?:\s+(?:it|this|that){_IS})?{_SURELY}{_NAMED}\s+",
+    re.compile(
+        rf"\b(?:so|therefore|thus|hence|i(?: would|'d| will)? (?:choose|pick|select|say|go with)|i chose"
+        rf"|(?:it|this|that){_IS})\b,?(?:\s+(?:it|this|that){_IS})?{_SURELY}{_NAMED}\s+",
+        re.IGNORECASE,
+    ),
 )
-_CUE = re.compile("|".join(_CUES), re.IGNORECASE)
 _IS_RIGHT = re.compile(
     r"(?<![\w'])(?P<letter>[A-Z])[\"')\]]*\s+is\s+(?:the\s+)?(?:most\s+|best\s+)?(?:likely\s+)?(?:correct|right|best|answer)\b"
 )
@@ -70,7 +76,7 @@ def extract_choice(
     3. An option's text alone ("a cat"), whatever its case, punctuation and articles.
     4. Claims: a letter at the start, set off from what follows ("C: cat", "C. a cat", "C because ..."), or at the start of
        a line with nothing after it; after "the answer is", "Answer:", "so", "I choose", "it must be", a letter or an option's
-       text; "C is correct". A letter set off from the text of another option claims both; so do "A or B" and "A, B".
+       text; "C is correct". Options that are only repeated before a claim are not claimed. A letter set off from the text of another option claims both; so do "A or B" and "A, B".
     5. Mentions: "option c"; a letter in brackets; a capital at the very end; an option's text as whole words in the
        answer, except inside a longer option's text ("dog" in "hot dog"). Not what is denied: "not B", "option A is wrong". For the
        options yes and no, a mention is what `extract_yes_no` reads.
@@ -142,15 +148,18 @@ def _text_alone(text: str, options: _Options) -> set[str]:
 
 
 def _claimed(text: str, options: _Options) -> set[str]:
-    found = _claim(text, options)
-    if found:
-        # a model that repeats all options claims none
-        found |= _other_options_listed(text, found, options)
+    claimed = {match["letter"] for match in _IS_RIGHT.finditer(text)} & set(options)
     for line in text.split("\n"):
-        found |= _letter_alone(line.strip(), options)
-    for cue in _CUE.finditer(text):
-        found |= _claim(text[cue.end() :], options, cued=True)
-    return found | {match["letter"] for match in _IS_RIGHT.finditer(text)} & set(options)
+        claimed |= _letter_alone(line.strip(), options)
+    # an answer that repeats itself without end has thousands of cues: no more is read behind each than an option's text
+    reach = 200 + 2 * max((len(option or "") for option in options.values()), default=0)
+    for pattern in _CUES:
+        for cue in pattern.finditer(text):
+            claimed |= _claim(text[cue.end() : cue.end() + reach], options, cued=True)
+    first = _claim(text, options)
+    listed = _other_options_listed(text, first, options) if first else set()
+    # a model that repeats the options before it answers does not claim the first of them
+    return claimed if claimed and listed else claimed | first | listed
 
 
 def _claim(text: str, options: _Options, cued: bool = False) -> set[str]:
@@ -177,6 +186,8 @@ def _claim(text: str, options: _Options, cued: bool = False) -> set[str]:
     if not follower:
         return {letter} if not rest.strip() else set()
     word = follower.group(1).lower()
+    if word in ("or", "nor") and letter != "I":
+        return {letter} | _named(rest, options)
     if letter == "A":
         return {letter} if word in _AFTER_A and not _NOT_AFTER.match(rest) else set()
     if cued:
@@ -212,7 +223,11 @@ def _mentioned(text: str, options: _Options) -> set[str]:
     end_is_text = _plain(text).endswith(tuple(owns))
     for pattern in _POINTED[: 2 if end_is_text else 3]:
         for match in pattern.finditer(text):
-            letter, before, rest = match["letter"].upper(), text[: match.start()], text[match.end() :]
+            letter, before, rest = (
+                match["letter"].upper(),
+                text[max(0, match.start() - 30) : match.start()],
+                text[match.end() :],
+            )
             follower = re.match(r"\s+([\w']+)", rest)
             article = (
                 letter in "AI" and pattern is _POINTED[0] and follower and follower.group(1).lower() not in _AFTER_A
@@ -241,7 +256,7 @@ def _named(text: str, options: _Options) -> set[str]:
             )
             if not inside:
                 taken.append((match.start(), match.end(), option))
-                if not _DENIED.search(said[: match.start()]):
+                if not _DENIED.search(said[max(0, match.start() - 30) : match.start()]):
                     found.add(letter)
     return found
 

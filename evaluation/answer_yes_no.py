@@ -19,9 +19,9 @@ _UNSURE = re.compile(
     r"|(?:hard|difficult|impossible) to|(?:do not|don't|cannot|can't|can not|could not|couldn't) "
     r"(?:know|tell|say|determine|be determined|answer|judge)|may or may not|might)\b"
 )
-_DENIES = re.compile(r"\b(?:no|not|none|never|nothing|without|cannot|\w+n't)\b")
+_DENIES = re.compile(r"\b(?:no|not|none|never|nothing|without|cannot|\w+n't|(?:is|are|was|does|do|did)nt)\b")
 _AFFIRMS = re.compile(
-    r"\b(?:there (?:is|are)|there's|(?:i|we|you) (?:can )?see|(?:image|picture|photo|scene|it) (?:\w+ly )?"
+    r"\b(?:there (?:is|are|(?:seems|appears) to be)|there's|(?:i|we|you) (?:can )?see|(?:image|picture|photo|scene|it) (?:\w+ly )?"
     r"(?:shows|contains|has|includes|features|depicts|does))\b(?! (?:\w+ly )?(?:no|not|none|nothing)\b)"
 )
 

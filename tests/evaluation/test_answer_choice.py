@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,6 +74,10 @@ FORMS = {
     r"$\boxed{\text{C}}$": "C",
     r"If A were right it would bark. Thus \boxed{(C)}.": "C",
     r"\(C\)": "C",
+    "A. a dog\nB. a hot dog\nC. a cat\nD. the red bird\nAnswer: C": "C",
+    "So the answer is: A) a dog": "A",
+    "I'd go with A": "A",
+    "The answer is not A but C": "C",
     "a cat": "C",
     "A cat.": "C",
     "cat": "C",
@@ -102,6 +107,8 @@ REFUSED = [
     "A, B and C",
     "(A) or (B)",
     "Either A or B",
+    "A, or maybe B",
+    "C or, perhaps, a dog",
     "Both B and C.",
     "The answer is A or B.",
     "The answer is A. No, the answer is B.",
@@ -197,3 +204,10 @@ def test_answers_are_read_without_the_evaluate_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_an_answer_that_repeats_itself_without_end_is_read_in_no_time():
+    start = time.perf_counter()
+    assert extract_choice("so the answer to the cat " * 2000, ANIMALS) == "C"
+    assert extract_choice("A " * 20000, ANIMALS) == "A"
+    assert time.perf_counter() - start < 10
