@@ -104,14 +104,21 @@ def test_the_metadata_names_version_program_and_python(installed):
     assert "Apache License" in (folder / "licenses" / "LICENSE").read_text(encoding="utf-8")
 
 
-def test_both_constraint_sets_pin_every_direct_dependency():
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [
+        ("constraints.txt", ["dev"]),
+        ("constraints-transformers4.txt", ["dev"]),
+        ("constraints-eval.txt", ["dev", "eval"]),
+    ],
+)
+def test_a_constraint_set_pins_every_direct_dependency(name, extras):
     setup = configparser.ConfigParser()
     setup.read(CHECKOUT / "setup.cfg", encoding="utf-8")
-    lines = setup["options"]["install_requires"] + setup["options.extras_require"]["dev"]
-    wanted = {re.match(r"[\w.-]+", line).group().lower() for line in lines.split()}
-    for name in ["constraints.txt", "constraints-transformers4.txt"]:
-        pins = (CHECKOUT / name).read_text(encoding="utf-8").lower()
-        assert {package for package in wanted if f"\n{package}==" not in pins} == set(), name
+    lists = [setup["options"]["install_requires"], *(setup["options.extras_require"][extra] for extra in extras)]
+    wanted = {re.match(r"[\w.-]+", line).group().lower() for line in "".join(lists).split()}
+    pins = (CHECKOUT / name).read_text(encoding="utf-8").lower()
+    assert {package for package in wanted if f"\n{package}==" not in pins} == set()
 
 
 def test_pyproject_holds_the_build_system_alone():
