@@ -162,15 +162,15 @@ class ModelAnswerer:
             [{"role": "user", "content": [*({"type": "image"} for _ in some), {"type": "text", "text": request.text}]}]
             for request, some in zip(requests, images, strict=True)
         ]
-        answers = generate_answers(
+        return generate_answers(
             self.model,
             self.processor,
             conversations,
             images,
             batch_size=len(requests),
             max_new_tokens=max_new_tokens,
+            stop=stop,
         )
-        return [_cut(answer, stop) for answer in answers]
 
     def log_likelihoods(self, requests: list[Request]) -> list[list[tuple[float, bool]]]:
         """By lm-eval's own model class, so that text benchmarks stand beside those of bare language models."""
@@ -206,12 +206,6 @@ class ModelAnswerer:
             "chat_template": hashlib.sha256(str(self.processor.chat_template).encode()).hexdigest()[:16],
             "commit": getattr(self.model.config, "_commit_hash", None),
         }
-
-
-def _cut(answer: str, stop: Sequence[str]) -> str:
-    for end in stop:
-        answer = answer.split(end)[0]
-    return answer.strip()
 
 
 def evaluate_tasks(

@@ -4,13 +4,17 @@ import pytest
 import torch
 
 
-huggingface = pytest.importorskip("lm_eval.models.huggingface")
+huggingface = pytest.importorskip(
+    "lm_eval.models.huggingface", reason="needs lm-eval: `make test-eval` runs it where it is installed"
+)
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from normalign.evaluation.loglikelihood import log_likelihoods  # noqa: E402
 
+
+pytestmark = pytest.mark.harness
 
 PAIRS = [
     ("A digit is", " red"),

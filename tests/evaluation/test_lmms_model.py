@@ -9,9 +9,8 @@ import pytest
 import torch
 
 
-pytest.importorskip("lmms_eval")
+lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test-eval` runs it where it is installed")
 
-import lmms_eval
 from datasets import Dataset, Features, Image, Value
 from lmms_eval import evaluator
 from lmms_eval.api.instance import Instance
@@ -25,6 +24,8 @@ from normalign.evaluation.lmms_model import NormalignModel
 from normalign.evaluation.loglikelihood import log_likelihoods
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
+
+pytestmark = pytest.mark.harness
 
 CHECKOUT = Path(__file__).parents[2]
 OPTIONS = {"max_new_tokens": 6, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
