@@ -292,12 +292,12 @@ def test_black_images_have_the_size_of_the_real_ones(composed, scenes, monkeypat
     assert sizes == [(size, ((0, 0),) * 3) for size in real]
 
 
-def test_stop_texts_cut_the_answer(composed, scenes, monkeypatch):
-    monkeypatch.setattr(
-        "normalign.evaluation.generation.generate_answers", lambda *_, **__: ["a cat ASSISTANT: no", "a cat"]
-    )
-    requests = OwnTask(scenes).requests()[:2]
-    assert ModelAnswerer(*composed).generate(requests, 4, ["ASSISTANT:"], False) == ["a cat", "a cat"]
+def test_stop_texts_end_the_answer(composed, scenes):
+    requests, answerer = OwnTask(scenes).requests()[:2], ModelAnswerer(*composed)
+    whole = answerer.generate(requests, 8, (), False)
+    stop = whole[0][3:5]
+    assert len(stop) == 2
+    assert answerer.generate(requests, 8, [stop], False) == [text.split(stop)[0].strip() for text in whole]
 
 
 def test_other_weights_have_another_identity(folder, composed):

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 
-huggingface = pytest.importorskip(
-    "lm_eval.models.huggingface", reason="needs lm-eval: `make test-eval` runs it where it is installed"
-)
+pytest.importorskip("lm_eval", reason="needs lm-eval: `make test-eval` runs it where it is installed")
 
-from lm_eval.api.instance import Instance  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
 
-from normalign.evaluation.loglikelihood import log_likelihoods  # noqa: E402
+from normalign.evaluation.loglikelihood import log_likelihoods
 
 
 pytestmark = pytest.mark.harness
@@ -36,7 +35,7 @@ def bare(composed):
 
 
 def harness(model, processor, batch_size=2, **options):
-    return huggingface.HFLM(
+    return HFLM(
         pretrained=model,
         tokenizer=processor.tokenizer,
         backend="causal",

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 
-lmms_eval = pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test-eval` runs it where it is installed")
+pytest.importorskip("lmms_eval", reason="needs lmms-eval: `make test-eval` runs it where it is installed")
 
+import lmms_eval
 from datasets import Dataset, Features, Image, Value
 from lmms_eval import evaluator
 from lmms_eval.api.instance import Instance
