@@ -190,11 +190,11 @@ def _question(source: _Source, raw: Any, number: int) -> EvalRow:
     choices = _choices(raw, row)
     if choices:
         answer = letter_of(answer, choices, name_of_row(row))
-    kind = raw.get("kind")
+    kind = " ".join(str(raw.get("kind") or "").split())
     return EvalRow(
         row=number,
         source=source.name,
-        kind=str(kind).strip() if kind not in (None, "") else way_of([answer], choices),
+        kind=kind or way_of([answer], choices),
         answer=answer,
         choices=choices,
         to_the_letter=source.kind == "digit_scenes",
