@@ -9,6 +9,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 # <!-- from: FILE --> ... <!-- end --> in a page
 MARKED = re.compile(r"(<!-- from: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+TRAINED_PARTS = {"vision": "vision encoder", "projector": "projector", "language": "language model"}
 
 
 def speed(result: dict) -> str:
@@ -128,9 +129,14 @@ def evidence(result: dict) -> str:
         "mean gain, start": "gain/start",
         "end   ": "gain/end",
         "moved, of its length": "gain/movement",
-        f"clipping factor in {stages[-1]}": f"{stages[-1]}/clip_factor",
     }
     arms = result["arms"]
+    for part, words in TRAINED_PARTS.items():
+        updates = [arm["measures"].get(f"{stages[-1]}/update/{part}", {"mean": 0})["mean"] for arm in arms.values()]
+        if max(updates) > 0:  # a frozen part has no gradient and no update
+            rows[f"gradient norm of the {words}, before clipping, in {stages[-1]}"] = f"{stages[-1]}/grad_norm/{part}"
+            rows[f"relative update of the {words}"] = f"{stages[-1]}/update/{part}"
+    rows["clipping factor in " + stages[-1]] = f"{stages[-1]}/clip_factor"
     lines = ["| | " + " | ".join(arms) + " |", "|---|" + "---|" * len(arms)]
     for words, measure in rows.items():
         cells = [_with_interval(arm["measures"].get(measure)) for arm in arms.values()]
@@ -183,7 +189,33 @@ def gwc_effect(result: dict) -> str:
             f"| {row['start_abs_mean']:.3g} | {row['dtype']} | {row['channels_that_moved']:.0%} | "
             f"{row['moved_abs_mean']:.2g} | {share:.2%} |"
         )
-    return "\n".join([*lines, "", f"AdamW at 1e-3, {result['gain'][0]['steps']} steps of stage 1, without GWC."])
+    lines += ["", f"AdamW at 1e-3, {result['gain'][0]['steps']} steps of stage 1, without GWC.", ""]
+    return "\n".join([*lines, *_gwc_by_optimizer(result["rows"])])
+
+
+def _gwc_by_optimizer(rows: list[dict]) -> list[str]:
+    """One sentence an optimizer: by how much GWC changed the steps, at the least and at the most, and how far it clipped."""
+
+    def bounds(rows: list[dict]) -> str:
+        steps = sorted((ratio, part) for row in rows for part, ratio in row["measured"].items())
+        # which part it is, where there is a difference to speak of
+        shown = [
+            f"{ratio:.3g}x" + (f" ({TRAINED_PARTS.get(part, part)})" if abs(ratio - 1) > 0.01 else "")
+            for ratio, part in (steps[0], steps[-1])
+        ]
+        return "1x for all parts" if shown == ["1x", "1x"] else " to ".join(shown)
+
+    said = []
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        plain, clipped = (
+            [r for r in rows if r["optimizer"] == optimizer and r["clipped"] == on] for on in (False, True)
+        )
+        shrunk = [row["clip_factor"]["plain"] / row["clip_factor"]["gwc"] for row in clipped]
+        said.append(
+            f"- {optimizer}: not clipped, {bounds(plain)}; clipped, {bounds(clipped)}, with a clipping factor "
+            f"{min(shrunk):.1f} to {max(shrunk):.1f} times smaller."
+        )
+    return ["Smallest and largest ratio of a part's steps, with GWC to without, by optimizer:", "", *said]
 
 
 def smollm2(result: dict) -> str:
@@ -212,6 +244,7 @@ TEXTS = {
     "aligned_norm_speed": speed,
     "collating_speed": ratios,
     "demo": demo,
+    "encoder": evidence,
     "gwc_effect": gwc_effect,
     "inspection_smollm2": inspection_smollm2,
     "inspection_speed": speed,

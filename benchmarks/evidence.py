@@ -1,10 +1,11 @@
-"""Runs the ablations that docs/evidence.md tells of, in the two mini settings, and records what they came to.
+"""Runs the ablations that docs/evidence.md tells of, in the mini settings, and records what they came to.
 
-    python benchmarks/evidence.py OUT [--seeds 5] [--processes 2]
+    python benchmarks/evidence.py OUT [--seeds 5] [--processes 2] [--only summary|scratch|encoder]
 
 In the first setting encoder and language model are pretrained, and training has two stages (recipes evidence/stage1 and
-evidence/stage2). In the second the language model starts from random weights (evidence/scratch). OUT holds the runs; a
-program that was stopped goes on. Writes benchmarks/results/evidence/{summary,scratch}.json and docs/images/evidence_*.png.
+evidence/stage2). In the second the language model starts from random weights (evidence/scratch). In the third both are
+pretrained and the encoder is trained too (evidence/encoder). OUT holds the runs; a program that was stopped goes on.
+Writes benchmarks/results/evidence/{summary,scratch,encoder}.json and docs/images/evidence_*.png.
 """
 
 import argparse
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
 FIGURES = ("accuracy", "curve_accuracy", "curve_caption_loss", "differences")
 ARMS = ("none", "default", "aligned", "aligned_gwc")
+ENCODER_ARMS = ("none", "aligned", "aligned_gwc")  # what reaches the encoder depends on the gain and on GWC
 
 
 def random_language_model(folder: Path) -> Path:
@@ -78,16 +80,18 @@ def run(name: str, recipe: str, arms: tuple, changes: dict, out: Path, arguments
 
 
 def main() -> None:
-    """Runs both settings."""
+    """Runs the settings, or one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="where the runs are kept")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", choices=("summary", "scratch"))
+    parser.add_argument("--only", choices=("summary", "scratch", "encoder"))
     arguments = parser.parse_args()
-    if arguments.only != "scratch":
+    if arguments.only in (None, "summary"):
         run("summary", "evidence/stage2", ARMS, {}, arguments.out, arguments)
-    if arguments.only != "summary":
+    if arguments.only in (None, "encoder"):
+        run("encoder", "evidence/encoder", ENCODER_ARMS, {}, arguments.out, arguments)
+    if arguments.only in (None, "scratch"):
         language = random_language_model(arguments.out / "random-language")
         run("scratch", "evidence/scratch", ARMS, {"compose.text": str(language)}, arguments.out, arguments)
 

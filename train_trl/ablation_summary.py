@@ -376,7 +376,7 @@ MEASURE_WORDS = {
     "area/caption_loss": "loss on captions over the whole training",
 }
 _ROW_WORDS = {"caption": "captions", "text_only": "questions on text alone"}
-_PART_WORDS = {"vision": "vision encoder", "projector": "projector"}
+_PART_WORDS = {"vision": "vision encoder", "projector": "projector", "language": "language model"}
 _WHEN_WORDS = {"before": "at the start", "after": "after training"}
 _NO_SPREAD = "the same difference with every seed, so no interval and nothing shown"
 _ONE_SEED = "one seed, so no difference can be shown"

@@ -232,9 +232,9 @@ def test_one_seed_shows_no_difference_and_says_why():
 
 def test_comparisons_are_counted_once_for_all():
     found = sentences(summary_of(["none", "aligned"], 2))
-    # seven measures of (c), two times of (b), and for (e) gradient, update and clipping of the projector in two stages
+    # seven measures of (c), two times of (b), and for (e) in two stages gradient and update of two parts, and clipping
     assert [text for text in found if "not corrected" in text] == [
-        "There are 15 comparisons below, not corrected for being many: of comparisons without any difference, about one in "
+        "There are 19 comparisons below, not corrected for being many: of comparisons without any difference, about one in "
         "twenty shows one by chance."
     ]
 
@@ -280,7 +280,9 @@ def test_gwc_is_told_by_factors_of_gradients():
     text = said(summary, "(e) aligned_gwc against aligned")
     factor = (14 * 13.5 * 18 / (0.5 * 0.4 * 0.6)) ** (1 / 3)
     assert f"Higher: gradient norm before clipping of the projector in stage1 {factor:.1f} (" in text
-    assert "relative update of the projector in stage1 1.00 (1.00 to 1.00) times" in text.partition("No difference")[2]
+    unchanged = text.partition("No difference")[2]
+    for part in ("projector", "language model"):
+        assert f"relative update of the {part} in stage1 1.00 (1.00 to 1.00) times" in unchanged
 
 
 def test_a_frozen_encoder_is_not_spoken_of():
