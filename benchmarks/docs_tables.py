@@ -235,8 +235,17 @@ def smollm2(result: dict) -> str:
         losses = " | ".join(f"{point['loss']:.3f}" for point in row["curve"])
         lines.append(f"| {row['case']} | {losses} | {norms} | {moved} |")
     text = result["rows"][0]["log"][0]["norm/text"]
+    by_loss = sorted(result["rows"], key=lambda row: row["caption_loss"])
+    order = ", ".join(f"{row['case']} {row['caption_loss']:.2f}" for row in by_loss)
+    minutes = sum(row["seconds_median"] for row in result["rows"]) / 60
     return "\n".join(
-        [*lines, "", f"Loss on held-out captions (nats a token), one seed an arm. Norm of text tokens: {text:.2f}."]
+        [
+            *lines,
+            "",
+            f"Loss on held-out captions (nats a token), one seed an arm. Norm of text tokens: {text:.2f}. After "
+            f"{steps[-1]} steps of {result['batch']} rows,\nfrom the lowest loss to the highest: {order}. The four took "
+            f"{minutes:.0f} minutes on {result['machine']['torch_threads']} thread(s), beside other work.",
+        ]
     )
 
 
