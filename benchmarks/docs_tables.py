@@ -254,6 +254,7 @@ TEXTS = {
     "collating_speed": ratios,
     "demo": demo,
     "encoder": evidence,
+    "evaluation_speed": ratios,
     "gwc_effect": gwc_effect,
     "inspection_smollm2": inspection_smollm2,
     "inspection_speed": speed,
