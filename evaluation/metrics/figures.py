@@ -1,4 +1,4 @@
-"""What the metrics have in common: a share with its interval, and a look at lists that go along with the answers."""
+"""What the metrics have in common: a look at what is given, and a share with its interval."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from typing import Any
 
 from ...configuration.errors import NormalignError
 from ..intervals import share_interval
+
+
+class Checked:
+    """Stands before `evaluate.Metric` in a metric's bases: refuses what the library would turn into texts without a word."""
+
+    def add_batch(self, *, predictions=None, references=None, **columns):
+        """See `evaluate.Metric.add_batch`.
+
+        Raises:
+            NormalignError: there is no answer, an answer is no text, or there are not as many references as answers.
+        """
+        if predictions is None or references is None or isinstance(predictions, str) or isinstance(references, str):
+            raise NormalignError(
+                "Give predictions and references as lists, a text for each answer and its reference beside it."
+            )
+        if len(predictions) == 0:
+            share([])
+        refuse_other_length("references", references, predictions)
+        for number, said in enumerate(predictions, start=1):
+            if not isinstance(said, str):
+                raise NormalignError(
+                    f"Answer {number} is {said!r}, which is no text: predictions hold what the model said. Leave out rows "
+                    f"that failed to run, and count them."
+                )
+        super().add_batch(predictions=predictions, references=references, **columns)
 
 
 def share(right: Sequence[bool], name: str = "accuracy") -> dict[str, Any]:

@@ -5,7 +5,7 @@ import evaluate
 
 from normalign.configuration.errors import NormalignError
 from normalign.evaluation.answers import extract_choice
-from normalign.evaluation.metrics.figures import refuse_other_length, share
+from normalign.evaluation.metrics.figures import Checked, refuse_other_length, share
 
 
 _DESCRIPTION = """
@@ -45,7 +45,7 @@ Examples:
 
 
 @evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _INPUTS)
-class MultipleChoice(evaluate.Metric):
+class MultipleChoice(Checked, evaluate.Metric):
     """Multiple-choice accuracy with answer extraction."""
 
     def _info(self):

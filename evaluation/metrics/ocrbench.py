@@ -5,7 +5,7 @@ import evaluate
 
 from normalign.configuration.errors import NormalignError
 from normalign.evaluation.answers import ocrbench_match
-from normalign.evaluation.metrics.figures import refuse_other_length, share
+from normalign.evaluation.metrics.figures import Checked, refuse_other_length, share
 
 
 _DESCRIPTION = """
@@ -48,7 +48,7 @@ _FORMULAS = "Handwritten Mathematical Expression Recognition"
 
 
 @evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _INPUTS)
-class OCRBench(evaluate.Metric):
+class OCRBench(Checked, evaluate.Metric):
     """Count and share of answers that contain an accepted text."""
 
     def _info(self):

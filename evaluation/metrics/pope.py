@@ -5,7 +5,7 @@ import evaluate
 
 from normalign.configuration.errors import NormalignError
 from normalign.evaluation.answers import extract_yes_no
-from normalign.evaluation.metrics.figures import share
+from normalign.evaluation.metrics.figures import Checked, share
 
 
 _DESCRIPTION = """
@@ -29,7 +29,8 @@ Args:
 Returns:
     accuracy: a share from 0 to 1, with low and high, its 95% interval (Wilson).
     precision, recall, f1: of yes; 0 where nothing stands below the line.
-    yes_ratio: the share of answers that say yes. (lmms-eval 0.7.3 gives the share of references under that name.)
+    yes_ratio: the share of answers that say yes. (lmms-eval 0.7.3 gives the share of references
+        under that name; it reads "yes" and "no" alone, and leaves other answers out of recall.)
     n, unparsed: how many answers, and how many of them say neither, or both.
 Examples:
     >>> import evaluate
@@ -43,7 +44,7 @@ Examples:
 
 
 @evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _INPUTS)
-class Pope(evaluate.Metric):
+class Pope(Checked, evaluate.Metric):
     """Accuracy, precision, recall, F1 and yes-ratio of yes-or-no answers."""
 
     def _info(self):

@@ -4,8 +4,8 @@ import datasets
 import evaluate
 
 from normalign.configuration.errors import NormalignError
-from normalign.evaluation.answers import vqa_match, vqa_soft_score
-from normalign.evaluation.metrics.figures import share
+from normalign.evaluation.answers import normalize_vqa, vqa_match, vqa_soft_score
+from normalign.evaluation.metrics.figures import Checked, share
 
 
 _DESCRIPTION = """
@@ -30,8 +30,8 @@ Args:
 Returns:
     accuracy: a share from 0 to 1, with low and high, its 95% interval (Wilson).
     n: how many answers.
-    empty: how many of them say nothing; they are wrong.
-    soft_score (with lists): the mean of min(n / 3, 1), where n annotators gave the model's answer.
+    empty: how many of them hold no word or number; they are wrong.
+    soft_score (with three or more answers to each question): the mean of min(n / 3, 1), where n annotators gave the model's answer.
 Examples:
     >>> import evaluate
     >>> from normalign.evaluation.metrics import metric_path
@@ -44,7 +44,7 @@ Examples:
 
 
 @evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _INPUTS)
-class VQAExactMatch(evaluate.Metric):
+class VQAExactMatch(Checked, evaluate.Metric):
     """Share of short answers that equal an accepted one after normalisation."""
 
     def _info(self):
@@ -60,12 +60,6 @@ class VQAExactMatch(evaluate.Metric):
             reference_urls=["https://arxiv.org/abs/1505.00468"],
         )
 
-    def compute(self, *, predictions=None, references=None, **options):
-        """See `evaluate.Metric.compute`; which of the two forms references have cannot be seen where there are none."""
-        if predictions is not None and len(predictions) == 0:
-            share([])
-        return super().compute(predictions=predictions, references=references, **options)
-
     def _compute(self, predictions, references):
         several = not all(isinstance(reference, str) for reference in references)
         accepted = [list(answers) if several else [answers] for answers in references]
@@ -73,8 +67,8 @@ class VQAExactMatch(evaluate.Metric):
             if not answers or not any(text.strip() for text in answers):
                 raise NormalignError(f"Question {number} has no accepted answer: its references are {answers!r}.")
         result = share([vqa_match(said, answers) for said, answers in zip(predictions, accepted)])
-        result["empty"] = sum(not said.strip() for said in predictions)
-        if several:
+        result["empty"] = sum(not normalize_vqa(said) for said in predictions)
+        if min(map(len, accepted)) >= 3:
             scores = [vqa_soft_score(said, answers) for said, answers in zip(predictions, accepted)]
             result["soft_score"] = sum(scores) / len(scores)
         return result

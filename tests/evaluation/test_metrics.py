@@ -189,6 +189,8 @@ def test_answers_of_annotators_give_the_soft_score_too():
     rows = {"predictions": ["red", "dark red", "blue", "green"], "references": [ten] * 4}
     result = load("vqa_exact_match").compute(**rows)
     assert (result["accuracy"], result["soft_score"]) == (3 / 4, pytest.approx((1 + 1 + 1 / 3 + 0) / 4))
+    assert "soft_score" not in load("vqa_exact_match").compute(predictions=["red"], references=[["red", "blue"]])
+    assert load("vqa_exact_match").compute(predictions=["?!"], references=["red"])["empty"] == 1
     with pytest.raises(NormalignError, match="Question 1 has no accepted answer"):
         load("vqa_exact_match").compute(predictions=["red"], references=[[""]])
 
@@ -229,8 +231,14 @@ def test_import_and_path_batches_and_two_at_once_score_alike(name):
 def test_nothing_to_score_and_lists_of_two_lengths_are_refused(name):
     with pytest.raises(NormalignError, match="no answers to score"):
         load(name).compute(predictions=[], references=[])
-    with pytest.raises(ValueError, match="Mismatch in the number of predictions"):
+    with pytest.raises(NormalignError, match="references has 1 entries, but there are 2 answers"):
         load(name).compute(predictions=["a", "b"], references=ROWS[name]["references"][:1])
+    for predictions in ("no", None):
+        with pytest.raises(NormalignError, match="predictions and references as lists"):
+            load(name).compute(predictions=predictions, references=ROWS[name]["references"][:2])
+    for odd in (None, 3):
+        with pytest.raises(NormalignError, match=f"Answer 2 is {odd}, which is no text"):
+            load(name).compute(predictions=["yes", odd], references=ROWS[name]["references"][:2])
 
 
 def test_the_metrics_load_offline_from_anywhere_and_another_name_is_refused(tmp_path):
