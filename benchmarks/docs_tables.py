@@ -235,21 +235,18 @@ def smollm2(result: dict) -> str:
         losses = " | ".join(f"{point['loss']:.3f}" for point in row["curve"])
         lines.append(f"| {row['case']} | {losses} | {norms} | {moved} |")
     text = result["rows"][0]["log"][0]["norm/text"]
+    by_loss = sorted(result["rows"], key=lambda row: row["caption_loss"])
+    order = ", ".join(f"{row['case']} {row['caption_loss']:.2f}" for row in by_loss)
     minutes = sum(row["seconds_median"] for row in result["rows"]) / 60
-    lines += [
-        "",
-        f"Loss on held-out captions (nats a token), one seed an arm, {steps[-1]} steps of {result['batch']} rows. Norm of text tokens: "
-        f"{text:.2f}.\nThe four arms took {minutes:.0f} minutes, {result['machine']['torch_threads']} thread(s).",
-        "",
-    ]
-    for place in (0, -1):
-        ordered = sorted(result["rows"], key=lambda row: row["curve"][place]["loss"])
-        losses = ", ".join(f"{row['case']} {row['curve'][place]['loss']:.3f}" for row in ordered)
-        lines.append(f"- Loss at step {steps[place]}, lowest first: {losses}.")
-    first = ", ".join(f"{row['case']} {row['log'][0]['norm/ratio']:.3g}" for row in result["rows"])
-    last = ", ".join(f"{row['case']} {row['log'][-1]['norm/ratio']:.3g}" for row in result["rows"])
-    lines.append(f"- Norm of inserted over text tokens, first logged step: {first}; last: {last}.")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Loss on held-out captions (nats a token), one seed an arm. Norm of text tokens: {text:.2f}. After "
+            f"{steps[-1]} steps of {result['batch']} rows,\nfrom the lowest loss to the highest: {order}. The four took "
+            f"{minutes:.0f} minutes on {result['machine']['torch_threads']} thread(s), beside other work.",
+        ]
+    )
 
 
 TEXTS = {
@@ -257,6 +254,7 @@ TEXTS = {
     "collating_speed": ratios,
     "demo": demo,
     "encoder": evidence,
+    "evaluation_speed": ratios,
     "gwc_effect": gwc_effect,
     "inspection_smollm2": inspection_smollm2,
     "inspection_speed": speed,

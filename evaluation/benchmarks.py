@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -100,8 +101,10 @@ def chosen_benchmarks(names: str) -> list[Benchmark]:
     unknown = sorted({name for name in wanted if name not in BENCHMARKS})
     if unknown or not wanted:
         what = f"There is no benchmark {', '.join(map(repr, unknown))}" if unknown else "No benchmark is named"
+        near = [match for name in unknown for match in difflib.get_close_matches(name.lower(), BENCHMARKS, n=1)]
+        meant = f" Did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
         raise NormalignError(
-            f"{what}. Choose from {', '.join(BENCHMARKS)}, or `paper` for all of them. Any other task of lmms-eval runs "
+            f"{what}.{meant} Choose from {', '.join(BENCHMARKS)}, or `paper` for all of them. Any other task of lmms-eval runs "
             f"with `lmms-eval --model normalign --model_args pretrained=MODEL --tasks NAME`."
         )
     return [BENCHMARKS[name] for name in dict.fromkeys(wanted)]
@@ -113,7 +116,7 @@ def refuse_missing_harnesses(benchmarks: list[Benchmark]) -> None:
     missing = [harness for harness in harnesses if harness_version(harness) is None]
     if missing:
         raise NormalignError(
-            f"The benchmarks are scored by {' and '.join(missing)}, which is not installed here. Run "
+            f"The benchmarks are scored by {' and '.join(missing)}, not installed here. Run "
             f"`pip install 'normalign[eval]'`, into an environment of its own if the harness asks for other versions than "
             f"yours; questions of your own (--data FILE.jsonl) need neither."
         )

@@ -102,8 +102,8 @@ def evaluate(
         what results.json holds; scores, standard errors and intervals in percent.
 
     Raises:
-        NormalignError: something named is not there, a harness is missing, `out` holds answers of another model, or not one
-            row of a task could be run.
+        NormalignError: something named is not there, a harness is missing, `out` holds answers of another model, or
+            `compare` is no finished evaluation or shares no question with this one.
     """
     benchmarks = chosen_benchmarks(tasks) if tasks else []
     if not benchmarks and not data:
@@ -126,6 +126,8 @@ def evaluate(
         loaded = load_benchmarks(benchmarks, limit, num_fewshot, task_data, Path(out) / "harness", shown) + loaded
         if not processes.rank:
             processes.wait()
+    if other is not None:
+        _refuse_nothing_in_common(loaded, other)
     from .generation import load_model
 
     answerer = ModelAnswerer(*load_model(model, dtype))
@@ -248,10 +250,24 @@ def evaluate_tasks(
         results["tasks"][task.name] = result
     results["average"] = average_of_nine({name: result["score"] for name, result in results["tasks"].items()})
     results["seconds"] = round(time.monotonic() - started, 1)
+    _write(out / RESULTS, results)
     if other is not None:
         results["comparison"] = compare_runs({"results": results, "units": read_units(out)}, other)
-    _write(out / RESULTS, results)
+        _write(out / RESULTS, results)
     return results
+
+
+def _refuse_nothing_in_common(tasks: Sequence[Task], other: dict[str, Any]) -> None:
+    """Says before a model is loaded and asked for hours that the other evaluation was of other questions."""
+    for task in tasks:
+        texts = {request.id: request.text for request in task.requests()}
+        if any(texts.get(unit) == kept[2] for unit, kept in other["units"].get(task.name, {}).items()):
+            return
+    raise NormalignError(
+        f"The evaluation of {other['results'].get('model')} to compare with holds no answer to a question of "
+        f"{', '.join(task.name for task in tasks)}, so there is nothing to compare: evaluate both on the "
+        f"same tasks, or leave out the comparison. Nothing was asked yet."
+    )
 
 
 def _answer(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..configuration.errors import NormalignError
 from .answers import extract_choice, extract_yes_no, vqa_match
@@ -77,13 +78,30 @@ class OwnTask:
 
     def _is_right(self, row_id: str, answer: str, scores: Scores) -> bool:
         row = self.rows[row_id]
-        if row["choices"]:
-            scores.parsed[row_id] = letter = extract_choice(answer, dict(zip(_LETTERS, row["choices"])))
-            return letter in row["answers"]
-        if len(row["answers"]) == 1 and row["answers"][0].lower() in ("yes", "no"):
-            scores.parsed[row_id] = said = extract_yes_no(answer)
-            return said == row["answers"][0].lower()
-        return vqa_match(answer, row["answers"])
+        way = way_of(row["answers"], row["choices"])
+        if way != "text":
+            scores.parsed[row_id] = read_answer(answer, way, row["choices"])
+        return is_right(answer, row["answers"], row["choices"])
+
+
+def way_of(answers: Sequence[str], choices: Sequence[str]) -> Literal["choice", "yes_no", "text"]:
+    """How an answer is read, by what is right: as one of `choices`, as yes or no, or as a text."""
+    if choices:
+        return "choice"
+    return "yes_no" if len(answers) == 1 and answers[0].lower() in ("yes", "no") else "text"
+
+
+def read_answer(answer: str, way: str, choices: Sequence[str]) -> str | None:
+    """The letter of a choice, or yes or no, out of what a model says; None where it gives none."""
+    return extract_choice(answer, dict(zip(_LETTERS, choices))) if way == "choice" else extract_yes_no(answer)
+
+
+def is_right(answer: str, answers: Sequence[str], choices: Sequence[str]) -> bool:
+    """Whether a model's answer is one of the right ones, letters where there are `choices`; see `OwnTask` for how it is read."""
+    way = way_of(answers, choices)
+    if way == "text":
+        return vqa_match(answer, answers)
+    return read_answer(answer, way, choices) in [one if choices else one.lower() for one in answers]
 
 
 def _lines(file: Path) -> list[str]:
@@ -125,7 +143,7 @@ def _read_row(line: str, where: str, folder: Path) -> dict[str, Any]:
         raise NormalignError(f"{where} has {len(choices)} choices; at most {len(_LETTERS)} have letters.")
     answers, choices = [str(one).strip() for one in answers], [str(text).strip() for text in choices]
     if choices:
-        answers = [_letter(one, choices, where) for one in answers]
+        answers = [letter_of(one, choices, where) for one in answers]
     paths = [path if path.is_absolute() else folder / path for path in (Path(one).expanduser() for one in images)]
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise NormalignError(f"{where}: there is no image {', '.join(missing)}.")
@@ -136,8 +154,12 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())
 
 
-def _letter(answer: str, choices: list[str], where: str) -> str:
-    """The letter of a right answer, given as one or as the text of a choice."""
+def letter_of(answer: str, choices: Sequence[str], where: str) -> str:
+    """The letter of a right answer, given as one or as the text of a choice.
+
+    Raises:
+        NormalignError: it is neither; names `where` the row stands.
+    """
     texts = [i for i, text in enumerate(choices) if text.casefold() == answer.casefold()]
     if len(texts) == 1:
         return _LETTERS[texts[0]]

@@ -19,8 +19,9 @@ from ..train_trl.recipe_reading import read_recipe
 
 RECIPE_FILE = "recipe.yaml"
 _LOG_FILE = "train_log.jsonl"
-# Of no meaning on another machine.
+# Of no meaning on another machine, or for what was learned.
 _OF_THE_MACHINE = {"output_dir", "overwrite", "dataloader_workers", "resume", "report_to", "cache_dir"}
+_OF_THE_MACHINE |= {"eval_generation", "eval_steps", "eval_data"}
 _MODEL_KEYS = {"model", "vision", "text", "from_stage", "base_model"}
 # The keys of a recipe's data block whose value names a data set.
 _DATA_SET_KEYS = {"name", "id", "path", "dataset"}

@@ -500,19 +500,25 @@ class Control(str, Enum):
 def _batch_size(given: str) -> int | str:
     if given == "auto":
         return given
-    if not given.isdigit() or int(given) == 0:
-        raise typer.BadParameter(f"'{given}' is neither 'auto' nor a number of 1 or more.")
+    if not given.isdecimal() or int(given) == 0:
+        raise typer.BadParameter(
+            f"'{given}' is neither 'auto' nor a number of 1 or more.", param_hint="'--batch-size'"
+        )
     return int(given)
 
 
 def _task_data(given: list[str] | None) -> dict[str, Path]:
-    """`NAME=FOLDER` as given, by name."""
+    """`NAME=FOLDER` as given, by name; the folders are there."""
     pairs = {}
     for item in given or []:
         name, equals, folder = item.partition("=")
         if not equals or not name.strip() or not folder.strip():
             raise typer.BadParameter(f"'{item}' is not BENCHMARK=FOLDER.", param_hint="'--task-data'")
-        pairs[name.strip()] = Path(folder).expanduser()
+        if name.strip() in pairs:
+            raise typer.BadParameter(f"'{name.strip()}' is given twice.", param_hint="'--task-data'")
+        pairs[name.strip()] = Path(folder.strip()).expanduser()
+        if not pairs[name.strip()].is_dir():
+            raise typer.BadParameter(f"There is no folder '{folder.strip()}'.", param_hint="'--task-data'")
     return pairs
 
 
@@ -619,14 +625,14 @@ def _list_benchmarks(as_json: bool) -> None:
     if as_json:
         _print_json({name: asdict(benchmark) for name, benchmark in BENCHMARKS.items()})
         return
-    heads = ("task", "harness", "metric", "rows", "login", "judge", "measures")
+    heads = ("task", "harness", "metric", "rows", "needs", "measures")
     rows = [
         (
             b.name,
             b.harness,
             b.metric,
             f"{b.rows:,}",
-            *("yes" if needed else "no" for needed in (b.login, b.judge)),
+            ", ".join(what for what, needed in (("a login", b.login), ("a judge", b.judge)) if needed) or "nothing",
             b.measures,
         )
         for b in BENCHMARKS.values()
@@ -649,12 +655,13 @@ def _print_table(heads, rows) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    widths = [max(len(row[i]) for row in (heads, *rows)) + 2 for i in range(len(heads))]
+    # beside its text each column takes two spaces and a line's width, and the table one more
+    widths = [max(len(row[i]) for row in (heads, *rows)) + 3 for i in range(len(heads))]
     parts, room = [], 0
     for i in range(1, len(heads)):
         if not parts or widths[i] > room:
             parts.append([0])
-            room = console.width - widths[0] - 2
+            room = console.width - widths[0] - 1
         parts[-1].append(i)
         room -= widths[i]
     for part in parts:
@@ -956,14 +963,19 @@ def _stage_bars(leave: bool = False):
 
     tasks: dict[str, Any] = {}
     columns = TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=not leave) as bars:
+    bars = Progress(*columns, console=Console(stderr=True), transient=not leave)
 
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage)
-            bars.update(tasks[stage], completed=done, total=total)
+    def advance(stage: str, done: int, total: int) -> None:
+        bars.start()  # does nothing the second time
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage)
+        bars.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield advance
+    finally:
+        if tasks:  # else an empty line would stand before the error
+            bars.stop()
 
 
 def _saved_report(path: str):

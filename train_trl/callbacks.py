@@ -16,6 +16,7 @@ from transformers.training_args import OptimizerNames
 
 from ..configuration.errors import NormalignError
 from . import processes
+from .eval_generation import line_of
 from .parts import PARTS, parameters_by_part, total_norm, without_adapters
 
 
@@ -179,6 +180,7 @@ class TrainLog(TrainerCallback):
         self._deepspeed = False
         self._before: dict[str, list[torch.Tensor]] = {}
         self._warned_of_gwc = False
+        self._beside: dict[str, Any] = {}
         self._mu: float | None = None
         self._gwc_steps: list[tuple[float, float, float]] = []
 
@@ -192,6 +194,10 @@ class TrainLog(TrainerCallback):
     def close(self) -> None:
         """Takes the hooks off, also where training was broken off."""
         self._probe.detach()
+
+    def add(self, figures: Mapping[str, Any]) -> None:
+        """Takes figures of others into the object of the next step that is logged."""
+        self._beside.update(figures)
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Starts the file anew, or goes on with it where training resumes."""
@@ -282,8 +288,9 @@ class TrainLog(TrainerCallback):
             "clip_factor": clip_factor,
             "clip_factor_without_gwc": without,
             **self._rates(),
+            **self._beside,
         }
-        self._record = None
+        self._record, self._beside = None, {}
         logs.update({key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"})
         if state.is_world_process_zero:
             line = json.dumps({key: _or_null(value) for key, value in record.items()}, allow_nan=False)
@@ -373,7 +380,7 @@ def _or_null(value: Any) -> Any:
 
 
 class StageProgress(ProgressCallback):
-    """The trainer's progress bar with the stage's name, and one short line a logged step."""
+    """The trainer's progress bar with the stage's name, one short line a logged step, and one an evaluation."""
 
     def __init__(self, stage: str):
         super().__init__()
@@ -394,3 +401,5 @@ class StageProgress(ProgressCallback):
             if key in logs:
                 figures.append(f"{label} {logs[key]:.3g}")
         self.training_bar.write(f"{self.stage}  " + "  ".join(figures))
+        if answered := line_of(logs):
+            self.training_bar.write(f"{self.stage}  step {state.global_step}  {answered}")

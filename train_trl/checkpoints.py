@@ -36,7 +36,7 @@ _UNFINISHED_SAVE = ".finished.partial"
 _NOT_FOR_THE_HUB = ("training_args.bin", "README.md")
 # What does not change what is learned.
 _MAY_DIFFER = {"output_dir", "overwrite", "resume", "report_to", "logging_steps", "save_steps", "save_total_limit"}
-_MAY_DIFFER |= {"dataloader_workers", "cache_dir"}
+_MAY_DIFFER |= {"dataloader_workers", "cache_dir", "eval_generation", "eval_steps", "eval_data"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # torch writes its archives without telling errno; safetensors gives the system's words alone
 _FULL_WORDS = re.compile(r"no space left|file too large|quota exceeded|PytorchStreamWriter|inline_container", re.I)

@@ -63,7 +63,7 @@ def load_data(recipe: Recipe) -> Dataset | IterableDataset:
             else "In data.mixture, some data sets have streaming: true and others have not. Stream all of them or none."
         )
     for source in sources:
-        _check(source)
+        check_source(source)
     if streaming == {True}:
         if recipe.max_steps is None:
             raise RecipeError(
@@ -74,18 +74,21 @@ def load_data(recipe: Recipe) -> Dataset | IterableDataset:
     return _mapped(sources, recipe.seed)
 
 
-def _check(source: DataSource) -> None:
+def check_source(source: DataSource, key: str = "data") -> None:
+    """Raises RecipeError where a block of the recipe, called `key`, cannot be a data set."""
     if source.name == "digit_scenes":
         if source.streaming:
-            raise RecipeError("data.streaming is for data sets on disk or on the Hub; digit_scenes is drawn at once.")
+            raise RecipeError(
+                f"{key}.streaming is for data sets on disk or on the Hub; digit_scenes is drawn at once."
+            )
     elif not source.path or not source.path.strip():
         raise RecipeError(
-            f"data.name: {source.name} needs data.path: a JSON, JSONL or parquet file, a folder, or a Hub id (owner/name)."
+            f"{key}.name: {source.name} needs {key}.path: a JSON, JSONL or parquet file, a folder, or a Hub id (owner/name)."
         )
     if not source.weight > 0 or (source.rows is not None and source.rows < 1):
-        raise RecipeError(f"data.weight and data.rows must be above 0, got {source.weight} and {source.rows}.")
+        raise RecipeError(f"{key}.weight and {key}.rows must be above 0, got {source.weight} and {source.rows}.")
     if source.images is not None and not Path(source.images).expanduser().is_dir():
-        raise RecipeError(f"data.images: there is no folder {source.images}.")
+        raise RecipeError(f"{key}.images: there is no folder {source.images}.")
 
 
 # --- one source
@@ -344,13 +347,15 @@ def _is_json(path: Path) -> bool:
     return path.suffix.lower() in (".json", ".jsonl")
 
 
-def _open(source: DataSource) -> Any:
-    """The rows of a source as they stand in it, by number."""
+def _open(source: DataSource, held_out: bool = False) -> Any:
+    """The rows of a source as they stand in it, by number; held-out built-in scenes are test scenes, all with a picture."""
     if source.name == "digit_scenes":
         from .digit_scenes import digit_scenes_dataset
 
-        rows = digit_scenes_dataset(source.rows or 1000, seed=source.seed, split="train", stage=source.stage)
-        return rows.with_format("arrow")
+        split = {"split": "test", "text_only_share": 0.0} if held_out else {"split": "train"}
+        return digit_scenes_dataset(source.rows or 1000, seed=source.seed, stage=source.stage, **split).with_format(
+            "arrow"
+        )
     path = Path(source.path).expanduser()
     if _is_json(path) and path.is_file():
         return JsonRows(path, source.rows)

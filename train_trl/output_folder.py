@@ -29,9 +29,10 @@ from .recipe import Recipe
 logger = logging.getLogger(__name__)
 
 LOG_NAME = "train_log.jsonl"
+EVAL_ROWS_NAME = "eval_generation_rows.json"
 # What a run leaves beside its checkpoints: weights, configs, the processor's files and the log.
 _WRITTEN = ("*.safetensors", "*config.json", "*.index.json", LOG_NAME, "chat_template.jinja", "training_args.bin")
-_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt", RECIPE_NAME)
+_WRITTEN += ("tokenizer.*", "*tokens*.json", "vocab.*", "merges.txt", RECIPE_NAME, EVAL_ROWS_NAME)
 _CODE = {file.name for file in Path(inspect.getfile(NormAlignLlavaForConditionalGeneration)).parent.glob("*.py")}
 
 

@@ -197,7 +197,9 @@ class VisionPath:
         ran, self._ran = self._ran, False
         embeddings = kwargs.get("inputs_embeds")
         in_vain = self._alone and self._base.training and torch.is_grad_enabled()
-        if ran or embeddings is None or not (count() > 1 or in_vain):
+        # without gradients, as when answers are generated, nothing waits but shares of parameters
+        waits = count() > 1 and (torch.is_grad_enabled() or any(map(is_sharded, self._base.parameters())))
+        if ran or embeddings is None or not (waits or in_vain):
             return None
         if not self._said:
             self._said = True

@@ -36,6 +36,7 @@ _MOST = {
     "dataloader_workers": 1024,
     "lora.rank": 65_536,
     "data.weight": 1000,
+    "eval_data.rows": _MOST_ROWS,
 }
 
 
@@ -173,6 +174,9 @@ class Recipe:
         attn_implementation: `auto` takes FlashAttention where GPU and package are there, else sdpa; or a name that
             transformers knows.
         precision: `auto` is bfloat16 autocast where the GPU has it, else float32. The norm is float32 always.
+        eval_generation: how many held-out rows the model answers while it trains; null is none.
+        eval_steps: every how many steps it answers them, a multiple of logging_steps; null is after the last step alone.
+        eval_data: the held-out rows; null is, of the built-in scenes, those of the split that is not trained on.
         save_steps: a checkpoint every so many steps; null keeps the finished folder alone.
         save_total_limit: how many checkpoints stay.
         resume: `auto` goes on from the newest complete checkpoint of an unfinished run of the same recipe in output_dir.
@@ -212,6 +216,9 @@ class Recipe:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     dataloader_workers: int = 0
     logging_steps: int = 10
+    eval_generation: int | None = None
+    eval_steps: int | None = None
+    eval_data: DataSource | None = None
     save_steps: int | None = None
     save_total_limit: int | None = None
     resume: Literal["auto", "never"] = "auto"
@@ -227,6 +234,7 @@ class Recipe:
             )
         self._check_places()
         self._check_numbers()
+        self._check_evaluation()
         if self.compose is not None:
             self.compose.aligned_norm = self._aligned_norm_of_arm()
 
@@ -248,7 +256,7 @@ class Recipe:
                 raise RecipeError(f"{key} must be a finite number, got {value}.")
         positive = {"batch_size", "epochs", "logging_steps", "lora.rank", "lora.alpha", "max_steps", "save_steps"}
         positive |= {"save_total_limit", "max_length", "per_device_batch_size", "gradient_accumulation"}
-        positive |= {"data.rows", "data.weight"}
+        positive |= {"data.rows", "data.weight", "eval_generation", "eval_steps", "eval_data.rows"}
         for key, number in self._all_numbers():
             kind = re.sub(r"mixture\[\d+\]\.", "", key)
             if kind in positive and not number > 0:
@@ -277,6 +285,48 @@ class Recipe:
                     f"drawn before the first step. For a longer run set epochs."
                 )
         self._check_seeds()
+
+    def _check_evaluation(self) -> None:
+        if self.eval_generation is None:
+            given = [key for key in ("eval_steps", "eval_data") if getattr(self, key) is not None]
+            if given:
+                raise RecipeError(
+                    f"{' and '.join(given)} without eval_generation: nothing would be evaluated. Set eval_generation to the "
+                    f"number of held-out rows to answer, or leave the other key{'s' * (len(given) > 1)} out too."
+                )
+            return
+        # an evaluation stands in the line of its step, and the loss is averaged as without it
+        if self.eval_steps is not None and self.eval_steps % self.logging_steps:
+            near = max(1, round(self.eval_steps / self.logging_steps)) * self.logging_steps
+            raise RecipeError(
+                f"eval_steps {self.eval_steps} is no multiple of logging_steps {self.logging_steps}: an evaluation stands in "
+                f"the log's line of its step. Set eval_steps to {near}, or logging_steps to a divisor of {self.eval_steps}."
+            )
+        held_out = self.held_out_source()
+        if held_out.streaming or held_out.weight != 1:
+            key = "streaming" if held_out.streaming else "weight"
+            raise RecipeError(f"eval_data.{key} has no meaning: single rows are chosen, by number. Leave it out.")
+        for source in self.data.sources():
+            if held_out.path is not None and _place(source) == _place(held_out):
+                raise RecipeError(
+                    f"eval_data names {held_out.path}, which is trained on: what a model has seen is not held out. Name other "
+                    f"rows, in a file of their own or, of a Hub id, by eval_data.split."
+                )
+
+    def held_out_source(self) -> DataSource:
+        """Where the held-out rows are that `eval_generation` answers.
+
+        Raises:
+            RecipeError: there are none: `eval_data` is null, and what is trained on is not the built-in scenes alone.
+        """
+        if self.eval_data is not None:
+            return self.eval_data
+        if self.data.mixture is None and self.data.name == "digit_scenes":
+            return DataSource(stage=self.data.stage, seed=self.data.seed)
+        raise RecipeError(
+            "eval_generation needs held-out rows, and the recipe has none. Name them by eval_data, as in eval_data: "
+            "{name: trl, path: held_out.jsonl, images: photos}; only the built-in scenes have some of their own."
+        )
 
     def _all_numbers(self) -> list[tuple[str, float]]:
         """Every number that was given, by dotted key; `learning_rate.all` and `weight_decay.all` as the bare key."""
@@ -337,3 +387,8 @@ class Recipe:
                 f"Run that stage first, or name a folder with --model."
             )
         return str(folder)
+
+
+def _place(source: DataSource) -> tuple[str, str] | None:
+    """What tells the rows of two sources apart; None for the built-in scenes."""
+    return None if source.path is None else (str(Path(source.path).expanduser().absolute()), source.split)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,17 @@ class RowReport:
         """How many rows are bad in which way."""
         counts = Counter(bad.kind for bad in self.bad)
         return {kind: counts[kind] for kind in KINDS if kind in counts}
+
+    def with_held_out(self, report: RowReport) -> RowReport:
+        """This report with that of held-out rows behind it."""
+        bad = self.bad + [replace(row, index=self.rows + row.index) for row in report.bad]
+        return replace(
+            self,
+            rows=self.rows + report.rows,
+            bad=bad,
+            lengths=self.lengths + report.lengths,
+            seconds=self.seconds + report.seconds,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`: the counts, and all bad rows."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
@@ -31,6 +32,16 @@ class Throughput:
         self._sums = sums if self._sums is None else self._sums + sums
         if self._since is None:
             self._since = self._clock()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time within does not count."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += self._clock() - began
 
     def figures(self, sum_over_processes: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """The rates of all processes together since the last call, or since the first batch; starts anew."""

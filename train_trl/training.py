@@ -30,11 +30,13 @@ from .checkpoints import (
     save_finished,
 )
 from .data_sets import load_data
+from .eval_generation import EvalGeneration, EvalGenerationCallback, refuse_shared_weights
+from .eval_rows import EvalRows, check_eval_rows, load_eval_rows, note_eval_rows, without_bad_eval_rows
 from .output_folder import LOG_NAME, begin_folder, check_output, clear_output
 from .parts import freeze, training_table, without_adapters
 from .recipe import Recipe, RecipeError
 from .recipe_reading import load_recipe
-from .row_check import RowReport, check_rows, without_bad_rows
+from .row_check import RowReport, check_rows, longest_row, without_bad_rows
 from .start import adapted, check_processor, load_or_compose, loaded
 from .trainer import AlignedSFTTrainer, build_trainer, training_arguments, uses_bfloat16
 
@@ -95,16 +97,21 @@ def train_in_memory(
     arguments = training_arguments(recipe)
     with processes.agreement():
         check_output(recipe)
+        refuse_shared_weights(recipe)
         going_on = goes_on(recipe)
         resume = find_resume(recipe.output_dir) if going_on else None
         set_seed(recipe.seed)
         dataset = load_data(recipe) if dataset is None else dataset
+        eval_rows = load_eval_rows(recipe)
     with loaded(recipe, dataset, going_on, arguments) as (model, processor, base):
         with processes.agreement():
             check_processor(processor)
         # each process looks at a share of the rows and hears of all
         report = check_rows(dataset, processor, recipe, config=model.config)
         dataset = without_bad_rows(dataset, report, processor, recipe)
+        if eval_rows is not None:
+            report = check_eval_rows(eval_rows, processor, recipe, model.config)
+            eval_rows = without_bad_eval_rows(eval_rows, report, recipe)
         if has_adapters(recipe):
             model = adapted(model, recipe)
         with processes.agreement():
@@ -112,12 +119,16 @@ def train_in_memory(
             bare, half = without_adapters(model), uses_bfloat16(recipe)
             attention = set_attention(bare, recipe.attn_implementation, half_precision=half)
         trainer = build_trainer(model, processor, dataset, recipe, arguments)
+        if eval_rows is not None:
+            evaluate_while_training(trainer, eval_rows, recipe)
         more = callbacks(model, processor) if callbacks else []
         # an earlier run stays until the new one is ready to start
         with processes.agreement():
             clear_output(recipe)
             if processes.is_first():
                 begin_folder(recipe, resume, base)
+                if eval_rows is not None:
+                    note_eval_rows(eval_rows, recipe.output_dir)
         _print_table(model, recipe, attention)
     log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
     with full_disk_explained(recipe.output_dir):
@@ -143,6 +154,7 @@ def check_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = 
     recipe = _checked_recipe(recipe_path, overrides)
     check_version()
     dataset = load_data(recipe)
+    eval_rows = load_eval_rows(recipe)
     if recipe.compose is not None:
         model, processor = load_or_compose(recipe, dataset)
         config = model.config
@@ -152,7 +164,17 @@ def check_recipe(recipe_path: str | Path, overrides: Mapping[str, Any] | None = 
             config = NormAlignLlavaConfig.from_pretrained(start)
         processor = load_processor(start)
     check_processor(processor)
-    return check_rows(dataset, processor, recipe, config=config)
+    report = check_rows(dataset, processor, recipe, config=config)
+    return report if eval_rows is None else report.with_held_out(check_eval_rows(eval_rows, processor, recipe, config))
+
+
+def evaluate_while_training(trainer: AlignedSFTTrainer, eval_rows: EvalRows, recipe: Recipe) -> None:
+    """Has the trainer answer held-out rows as the recipe says, and log the accuracy."""
+    log = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainLog))
+    evaluation = EvalGeneration(
+        trainer.processing_class, eval_rows, longest_row(recipe, trainer.model.config), uses_bfloat16(recipe)
+    )
+    trainer.add_callback(EvalGenerationCallback(evaluation, recipe.eval_steps, log.add, trainer.throughput.paused))
 
 
 def check_version() -> None:

@@ -191,6 +191,14 @@ def test_runs_without_a_common_question_cannot_be_compared(questions, tmp_path):
     run(Scripted(lambda *_: "1"), questions, tmp_path / "two")
     with pytest.raises(NormalignError, match="shares no question"):
         compare_runs(read_run(tmp_path / "two"), read_run(tmp_path / "one"))
+    (tmp_path / "two/results.json").unlink()
+    with pytest.raises(NormalignError, match="The results of this one are kept"):
+        run(Scripted(lambda *_: "1"), questions, tmp_path / "two", other=read_run(tmp_path / "one"))
+    assert read_run(tmp_path / "two")["results"]["tasks"]["numbers"]["n"] == 40
+    # said at once where a model is still to be loaded: there is none of this name
+    with pytest.raises(NormalignError, match="Nothing was asked yet"):
+        evaluate("no/such-model", tmp_path / "three", data=[questions], compare=tmp_path / "one")
+    assert not (tmp_path / "three").exists()
     with pytest.raises(NormalignError, match="no finished evaluation in"):
         read_run(tmp_path)
 

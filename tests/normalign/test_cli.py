@@ -20,7 +20,7 @@ from normalign.configuration.errors import NormalignError, RunStopped
 from normalign.train_trl import RecipeError
 
 
-COMMANDS = ["demo", "compose", "graft", "inspect", "train", "chat", "export", "push", "verify"]
+COMMANDS = ["demo", "compose", "graft", "inspect", "train", "evaluate", "chat", "export", "push", "verify"]
 
 
 def run(*arguments, stdin=None):

@@ -97,7 +97,10 @@ def test_the_metadata_names_version_program_and_python(installed):
     [folder] = installed.glob("*.dist-info")
     distribution = PathDistribution(folder)
     assert distribution.version == normalign.__version__
-    assert {(entry.name, entry.value) for entry in distribution.entry_points} == {("normalign", "normalign.cli:main")}
+    assert {(entry.group, entry.name, entry.value) for entry in distribution.entry_points} == {
+        ("console_scripts", "normalign", "normalign.cli:main"),
+        ("lmms_eval.models", "normalign", "normalign.evaluation.lmms_manifest:manifest"),
+    }
     assert distribution.metadata["Requires-Python"] == "<3.14,>=3.10"
     extras = ["flash", "quant", "eval", "deepspeed", "serve", "space", "log", "dev", "browser"]
     assert distribution.metadata.get_all("Provides-Extra") == extras

@@ -1,0 +1,227 @@
+"""Throughput of `normalign evaluate`'s own loop against calling processor and model directly on the same batches.
+
+    OMP_NUM_THREADS=1 python benchmarks/evaluation_speed.py [--rows 192] [--runs 21] [--device cpu] [--out PATH]
+
+The model is composed of the two mini backbones; the questions are digit scenes on disk, as `--data FILE.jsonl` takes them.
+The evaluation is timed whole, from a model that is loaded to results.json: telling the model from others, asking, keeping
+each batch's answers on disk (fsync), scoring them, and writing them once more with question and score. What it stands
+against opens the same images, in the same batches and order and with the same padding, calls processor, generate and
+batch_decode, and keeps nothing. Four cases:
+
+- questions as `--data` asks them, with at most 64 new tokens;
+- answers of at most 4 tokens, a letter or a word as most benchmarks ask for: what is done around the model weighs more;
+- the same with one row a batch, so that every sample's answer is put on disk by itself;
+- log-likelihoods of given answers, against a forward pass, log_softmax and gather.
+
+The two take turns in one process, on one thread, by the clock, since waiting for the disk counts. That both give the same
+answers is checked. The ratio is that of throughputs, so that below 1 ours is the slower: the median over the turns of the
+direct call's seconds to ours in the same turn, which a machine that is busy at times disturbs least; its quartiles are
+given beside it.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import Image
+from record import write_result
+
+from normalign import compose
+from normalign.evaluation.evaluating import ModelAnswerer, evaluate_tasks
+from normalign.evaluation.generation import chat_prompts
+from normalign.evaluation.loglikelihood import log_likelihoods
+from normalign.evaluation.own_data import OwnTask
+from normalign.train_trl.digit_scenes import digit_scene_rows
+
+
+def write_questions(rows: int, folder: Path) -> Path:
+    """Digit scenes, each with its image, as a file of questions."""
+    lines = []
+    for number, row in enumerate(digit_scene_rows(rows, split="test", text_only_share=0.0)):
+        row["images"][0].save(folder / f"{number}.png")
+        question = row["messages"][0]["content"][-1]["text"]
+        lines.append({"id": f"{number:05}", "image": f"{number}.png", "question": question, "answer": row["answer"]})
+    file = folder / "scenes.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def batches(file: Path, batch_size: int) -> list[list[dict]]:
+    """The file's rows in the order in which the evaluation asks them: the longest question first."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows.sort(key=lambda row: (-len(row["question"]), row["id"]))
+    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+
+
+def conversation(row: dict) -> list[dict]:
+    """The row's question behind its image, for the chat template."""
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["question"]}]}]
+
+
+def evaluated(model, processor, file: Path, batch_size: int, max_new_tokens: int) -> dict[str, str]:
+    """Answers by row id, of a whole evaluation into a new folder."""
+    task = OwnTask(file)
+    task.max_new_tokens = max_new_tokens
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        evaluate_tasks(ModelAnswerer(model, processor), [task], out, model="mini", batch_size=batch_size)
+        lines = (out / "samples" / f"{task.name}.jsonl").read_text(encoding="utf-8").split("\n")
+    return {row["id"]: row["answer"] for row in map(json.loads, filter(None, lines))}
+
+
+def generated_directly(model, processor, file: Path, batch_size: int, max_new_tokens: int) -> dict[str, str]:
+    """The same answers by processor, generate and batch_decode alone."""
+    answers = {}
+    for batch in batches(file, batch_size):
+        images = [Image.open(file.parent / row["image"]).convert("RGB") for row in batch]
+        texts = [
+            processor.apply_chat_template(conversation(row), add_generation_prompt=True, tokenize=False)
+            for row in batch
+        ]
+        inputs = processor(
+            text=texts,
+            images=images,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
+        ).to(model.device)
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1)
+        texts = processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers.update((row["id"], text.strip()) for row, text in zip(batch, texts, strict=True))
+    return answers
+
+
+def scored(model, processor, file: Path, batch_size: int) -> dict[str, float]:
+    """By row id, the log-likelihood of the right answer, by our function."""
+    rows = [row for batch in batches(file, batch_size) for row in batch]
+    found = log_likelihoods(
+        model,
+        processor,
+        chat_prompts(processor, [conversation(row) for row in rows]),
+        [[Image.open(file.parent / row["image"]).convert("RGB")] for row in rows],
+        [row["answer"] for row in rows],
+        batch_size=batch_size,
+    )
+    return {row["id"]: value for row, (value, _) in zip(rows, found, strict=True)}
+
+
+def scored_directly(model, processor, file: Path, batch_size: int) -> dict[str, float]:
+    """The same by a forward pass, log_softmax and gather; longest row first, as ours does."""
+    rows = [row for batch in batches(file, batch_size) for row in batch]
+    prompts = [
+        processor.apply_chat_template(conversation(row), add_generation_prompt=True, tokenize=False) for row in rows
+    ]
+    texts = [prompt + row["answer"] for prompt, row in zip(prompts, rows, strict=True)]
+    lengths = [
+        [len(ids) for ids in processor.tokenizer(some, add_special_tokens=False)["input_ids"]]
+        for some in (prompts, texts)
+    ]
+    order = sorted(range(len(rows)), key=lambda i: -lengths[1][i])
+    values = {}
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        inputs = processor(
+            text=[texts[i] for i in batch],
+            images=[Image.open(file.parent / rows[i]["image"]).convert("RGB") for i in batch],
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        ).to(model.device)
+        with torch.inference_mode():
+            logits = model(**inputs, use_cache=False).logits[:, :-1].float().log_softmax(dim=-1)
+            each = logits.gather(2, inputs["input_ids"][:, 1:, None])[..., 0]
+            for i, row, end in zip(batch, each, inputs["attention_mask"].sum(dim=1).tolist(), strict=True):
+                count = lengths[1][i] - lengths[0][i]
+                values[rows[i]["id"]] = row[end - 1 - count : end - 1].double().sum().item()
+    return values
+
+
+def refuse_difference(case: str, ours: dict, direct: dict) -> None:
+    """Ends the program if the two ways do not give the same: then they did not do the same work."""
+    apart = [row for row in direct if ours.get(row) != direct[row] and not _close(ours.get(row), direct[row])]
+    if apart or set(ours) != set(direct):
+        raise SystemExit(f"{case}: {len(apart)} of {len(direct)} rows differ between evaluation and direct call.")
+
+
+def _close(one, two) -> bool:
+    return isinstance(one, float) and isinstance(two, float) and abs(one - two) <= 1e-3
+
+
+def timed(run: Callable[..., dict], *arguments) -> tuple[float, dict]:
+    """Seconds from call to result, and the result."""
+    start = time.perf_counter()
+    result = run(*arguments)
+    return time.perf_counter() - start, result
+
+
+def main() -> None:
+    """Measures the four cases and writes the result file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=192)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "evaluation_speed.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model, processor = compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)
+    model = model.to(args.device).eval()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_questions(args.rows, Path(folder))
+        few = write_questions(max(1, args.rows // 4), _made(Path(folder) / "few"))
+        cases = [
+            ("generation, up to 64 tokens", evaluated, generated_directly, (file, args.batch_size, 64), args.rows),
+            ("generation, up to 4 tokens", evaluated, generated_directly, (file, args.batch_size, 4), args.rows),
+            ("generation, one row a batch", evaluated, generated_directly, (few, 1, 4), max(1, args.rows // 4)),
+            ("log-likelihoods", scored, scored_directly, (file, args.batch_size), args.rows),
+        ]
+        for name, ours, direct, settings, count in cases:
+            ways = {"direct": direct, "evaluation": ours}
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(args.runs + 1):  # the first warms up
+                results = {}
+                # who begins changes, so that a machine that slows down or speeds up favours neither
+                for way in list(ways) if number % 2 else reversed(ways):
+                    took, results[way] = timed(ways[way], model, processor, *settings)
+                    if number:
+                        seconds[way].append(took)
+                refuse_difference(name, results["evaluation"], results["direct"])
+            median = {way: statistics.median(values) for way, values in seconds.items()}
+            for way in ways:
+                quarter, ratio, three_quarters = statistics.quantiles(
+                    [direct / own for direct, own in zip(seconds["direct"], seconds[way], strict=True)], n=4
+                )
+                rows.append(
+                    {
+                        "case": f"{name}, {way}",
+                        "seconds_median": median[way],
+                        "ratio": ratio,
+                        "ratio_quartiles": [quarter, three_quarters],
+                        "rows_per_second": count / median[way],
+                        "batch_size": settings[1],
+                        "rows": count,
+                    }
+                )
+                print(
+                    f"{rows[-1]['case']:<42} {median[way]:7.3f} s  {rows[-1]['rows_per_second']:7.1f} rows/s  "
+                    f"{ratio:.3f}x ({quarter:.3f} to {three_quarters:.3f})"
+                )
+    write_result(args.out, rows, device=args.device, runs=args.runs)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
