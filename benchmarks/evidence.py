@@ -25,7 +25,12 @@ from normalign.train_trl.ablate import ablate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
-FIGURES = ("accuracy", "curve_accuracy", "curve_caption_loss", "differences")
+# what docs/evidence.md shows of each
+FIGURES = {
+    "summary": ("accuracy", "curve_accuracy", "curve_caption_loss", "differences"),
+    "scratch": ("accuracy",),
+    "encoder": ("accuracy", "curve_accuracy", "differences"),
+}
 ARMS = ("none", "default", "aligned", "aligned_gwc")
 ENCODER_ARMS = ("none", "aligned", "aligned_gwc")  # what reaches the encoder depends on the gain and on GWC
 
@@ -73,7 +78,7 @@ def run(name: str, recipe: str, arms: tuple, changes: dict, out: Path, arguments
     recorded = {"machine": machine(), "versions": versions(), "seconds_of_all_runs": round(seconds), **summary}
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
-    for figure in FIGURES:
+    for figure in FIGURES[name]:
         source = out / name / "figures" / f"{figure}.png"
         shutil.copyfile(source, ROOT / "docs" / "images" / f"evidence_{name}_{figure}.png")
     print(f"{name}: {time.perf_counter() - start:.0f} s now, {seconds:.0f} s of all runs")

@@ -155,15 +155,12 @@ class ModelAnswerer:
     def generate(self, requests: list[Request], max_new_tokens: int, stop: Sequence[str], black: bool) -> list[str]:
         from PIL import Image
 
-        from .generation import generate_answers
+        from .generation import generate_answers, question
 
         images = [request.images() for request in requests]
         if black:
             images = [[Image.new("RGB", image.size) for image in some] for some in images]
-        conversations = [
-            [{"role": "user", "content": [*({"type": "image"} for _ in some), {"type": "text", "text": request.text}]}]
-            for request, some in zip(requests, images, strict=True)
-        ]
+        conversations = [question(request.text, len(some)) for request, some in zip(requests, images, strict=True)]
         return generate_answers(
             self.model,
             self.processor,

@@ -101,6 +101,12 @@ def _refuse_without_chat_template(processor: ProcessorMixin, source: str) -> Non
         )
 
 
+def question(text: str, images: int) -> list[dict[str, Any]]:
+    """A conversation of one turn: so many images, then the text."""
+    content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
+    return [{"role": "user", "content": content}]
+
+
 def check_prompt(processor: ProcessorMixin, prompt: str) -> None:
     """Raises NormalignError if the prompt holds the token that stands for an image, which the processor would count."""
     token = getattr(processor, "image_token", None)
@@ -238,11 +244,11 @@ def _stop_at(processor: ProcessorMixin, stop: list[str], start: int) -> Callable
 
 def answer(model: str, prompt: str, images: Sequence[str | Path] = (), max_new_tokens: int = 128) -> str:
     """One answer of the model (folder or Hub id) to a prompt about image files."""
-    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
     pictures = [open_image(path) for path in images]
     loaded, processor = load_model(model)
-    conversation = [{"role": "user", "content": content}]
-    return generate_answers(loaded, processor, [conversation], [pictures], max_new_tokens=max_new_tokens)[0]
+    return generate_answers(
+        loaded, processor, [question(prompt, len(images))], [pictures], max_new_tokens=max_new_tokens
+    )[0]
 
 
 def answer_rows(

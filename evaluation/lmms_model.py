@@ -21,7 +21,7 @@ from PIL import Image
 
 from ..configuration.errors import NormalignError
 from .batching import Failure, run_batched
-from .generation import chat_prompts, generate_answers, load_model
+from .generation import chat_prompts, generate_answers, load_model, question
 from .images import open_image
 from .loglikelihood import log_likelihoods
 
@@ -205,8 +205,7 @@ class NormalignModel(lmms):
                 visual if isinstance(visual, Image.Image) and visual.mode == "RGB" else open_image(visual, one.name)
                 for visual in visuals or []
             ]
-            content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
-            conversations.append([{"role": "user", "content": content}])
+            conversations.append(question(text, len(pictures)))
             images.append(pictures)
         return conversations, images
 

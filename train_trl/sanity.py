@@ -38,15 +38,13 @@ class _StopWhenLearned(TrainerCallback):
     together, which are a batch, are below that.
     """
 
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-
-    def on_log(self, args, state, control, logs=None, processing_class=None, **kwargs):
-        answers = processing_class.tokenizer([_answer(row) for row in self._rows], add_special_tokens=False)[
-            "input_ids"
-        ]
+    def __init__(self, processor: ProcessorMixin, rows: Any) -> None:
+        answers = processor.tokenizer([_answer(row) for row in rows], add_special_tokens=False)["input_ids"]
         tokens = sum(len(ids) + 1 for ids in answers)  # and the end of the turn
-        if logs and logs.get("loss", LEARNED) < min(LEARNED, math.log(2) / tokens):
+        self._enough = min(LEARNED, math.log(2) / tokens)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and logs.get("loss", self._enough) < self._enough:
             control.should_training_stop = True
         return control
 
@@ -91,7 +89,7 @@ def sanity_check(recipe: Recipe, steps: int = 200) -> dict[str, Any]:
             report_to=[],
             resume="never",
         )
-        trainer = train_in_memory(small, rows, lambda model, processor: [_StopWhenLearned(rows)])
+        trainer = train_in_memory(small, rows, lambda model, processor: [_StopWhenLearned(processor, rows)])
         losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
         result = {"rows": len(rows), "steps": trainer.state.global_step}
         result |= {"loss_start": losses[0], "loss_end": losses[-1]}

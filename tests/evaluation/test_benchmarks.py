@@ -184,14 +184,6 @@ def test_units_have_the_harness_score_as_their_mean(tasks, tmp_path):
         assert doc
 
 
-@pytest.fixture(scope="module")
-def folder(composed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("composed")
-    for part in composed:
-        part.save_pretrained(folder)
-    return folder
-
-
 def test_the_command_runs_all_nine_with_a_tiny_model_and_goes_on(folder, data, tmp_path):
     given = [part for name, path in data.items() for part in ("--task-data", f"{name}={path}")]
     command = ["evaluate", str(folder), "--tasks", "paper", "--limit", "2", "--out", str(tmp_path), "--json", *given]

@@ -246,14 +246,6 @@ def test_progress_counts_every_row_of_every_pass(questions, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def folder(composed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("composed")
-    for part in composed:
-        part.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
     """Digit scenes with and without an image, as a file of questions."""
     folder = tmp_path_factory.mktemp("scenes")

@@ -21,14 +21,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(composed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("composed")
-    for part in composed:
-        part.save_pretrained(folder)
-    return folder
-
-
 def command(start, **changes):
     """The arguments of the one command of the page that begins so, with its words in capitals replaced."""
     (line,) = re.findall(rf"^    normalign ({re.escape(start)}.*)$", PAGE, re.MULTILINE)

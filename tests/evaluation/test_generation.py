@@ -18,14 +18,6 @@ def rows():
     return digit_scene_rows(10, split="test", text_only_share=0.3)
 
 
-@pytest.fixture(scope="module")
-def folder(composed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("composed")
-    for part in composed:
-        part.save_pretrained(folder)
-    return folder
-
-
 def test_batched_answers_equal_single_ones_in_order(composed, rows):
     """Images and text-only rows mixed; left padding changes nothing."""
     assert {bool(row["images"]) for row in rows} == {True, False}

@@ -19,14 +19,6 @@ pytestmark = pytest.mark.harness
 TASKS = {"pope": "pope_accuracy", "mmstar": "average", "ocrbench": "ocrbench_accuracy"}
 
 
-@pytest.fixture(scope="module")
-def folder(composed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("composed")
-    for part in composed:
-        part.save_pretrained(folder)
-    return folder
-
-
 def test_the_harness_alone_gives_the_answers_and_scores_of_normalign_evaluate(folder, tmp_path):
     import lmms_eval
 

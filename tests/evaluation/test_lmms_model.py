@@ -33,14 +33,6 @@ OPTIONS = {"max_new_tokens": 6, "temperature": 0, "top_p": 1.0, "num_beams": 1, 
 
 
 @pytest.fixture(scope="module")
-def folder(composed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    for part in composed:
-        part.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def documents():
     """Rows with one image, none and several; the third has its choices in it."""
     scenes = [row["images"][0] for row in digit_scene_rows(6, split="test", text_only_share=0)]
