@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..configuration.errors import NormalignError
 from .batching import Failure, run_batched
-from .benchmarks import average_of_nine, chosen_benchmarks, harness_version, refuse_missing_harnesses
+from .benchmarks import BENCHMARKS, average_of_nine, chosen_benchmarks, harness_version, refuse_missing_harnesses
 from .intervals import Estimate, mean_interval, paired_interval
 from .own_data import OwnTask
 from .requests import Progress, Request, Scores, Task, Unit
@@ -110,11 +110,15 @@ def evaluate(
         raise NormalignError("Nothing to evaluate: name benchmarks with --tasks, or a file of questions with --data.")
     if unknown := sorted(set(task_data or {}) - {benchmark.name for benchmark in benchmarks}):
         raise NormalignError(f"--task-data names {', '.join(unknown)}, which is none of the chosen benchmarks.")
+    if taken := [str(file) for file in data if Path(file).stem in BENCHMARKS]:
+        raise NormalignError(
+            f"{', '.join(taken)} has the name of a benchmark, and its score would stand as that of the benchmark: rename it."
+        )
     refuse_missing_harnesses(benchmarks)
     other = None if compare is None else read_run(compare)
     processes = Processes.started()
     loaded: list[Task] = [OwnTask(Path(file), limit) for file in data]
-    names = [benchmark.name for benchmark in benchmarks] + [task.name for task in loaded]
+    names = [task.name for task in loaded]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise NormalignError(f"Two tasks are called {', '.join(twice)}: rename one of the files.")
     if benchmarks:
@@ -366,6 +370,8 @@ def _result(task: Task, rows: list[dict[str, Any]], scores: Scores, estimate: Es
         result["score"] = 100 * scores.value
     if scores.other:
         result["other"] = {name: 100 * value for name, value in scores.other.items()}
+    if scores.kinds:
+        result["kinds"] = {kind: _figures(mean_interval(values)) for kind, values in scores.kinds.items()}
     if scores.parsed:
         result["unparsed"] = sum(parsed is None for parsed in scores.parsed.values())
     if scores.extracted is not None:

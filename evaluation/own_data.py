@@ -63,7 +63,7 @@ class OwnTask:
 
     def score(self, answers: dict[str, str]) -> Scores:
         scores = Scores(None)
-        kinds = defaultdict(list)
+        kinds: dict[str, list[float]] = defaultdict(list)
         for row_id, answer in answers.items():
             row = self.rows[row_id]
             right = self._is_right(row_id, answer, scores)
@@ -73,7 +73,7 @@ class OwnTask:
                 kinds[str(row["kind"])].append(float(right))
         if scores.units:
             scores.value = sum(unit.score for unit in scores.units) / len(scores.units)
-        scores.other = {kind: sum(hits) / len(hits) for kind, hits in sorted(kinds.items())}
+        scores.kinds = dict(sorted(kinds.items()))
         return scores
 
     def _is_right(self, row_id: str, answer: str, scores: Scores) -> bool:
@@ -161,6 +161,15 @@ def letter_of(answer: str, choices: Sequence[str], where: str) -> str:
         NormalignError: it is neither; names `where` the row stands.
     """
     texts = [i for i, text in enumerate(choices) if text.casefold() == answer.casefold()]
+    if (
+        len(texts) == 1
+        and len(answer) == 1
+        and answer.upper() in _LETTERS[: len(choices)].replace(_LETTERS[texts[0]], "")
+    ):
+        raise NormalignError(
+            f"{where}: the answer {answer!r} is the text of choice {_LETTERS[texts[0]]} and the letter of another one. Order the "
+            f"choices {list(choices)} by their own letters, or give them texts that are no letters."
+        )
     if len(texts) == 1:
         return _LETTERS[texts[0]]
     if len(answer) == 1 and answer.upper() in _LETTERS[: len(choices)]:

@@ -49,6 +49,9 @@ def table_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 *(_paper(model, name) for model in PAPER),
             ]
         )
+        for kind, figures in task.get("kinds", {}).items():
+            cells = [f"{name}: {kind}", _figure(figures["score"]), _interval(figures), str(figures["n"])]
+            rows.append(cells + [""] * (len(heads) - len(cells)))
     if set(results["tasks"]) & set(BENCHMARKS):
         mean = results["average"]
         blank = [""] * 8
@@ -75,10 +78,11 @@ def notes(results: dict[str, Any]) -> list[str]:
             + f". Every failure stands in samples/; run the same command again to try {_them(failed)} once more."
         )
     if any("unparsed" in task for task in tasks.values()):
+        said.append("`unparsed` counts answers of which no option, or no yes or no, can be read by our rules.")
+    if any("extracted_score" in task for task in tasks.values()):
         said.append(
-            "`score` is the harness's own; `by our rules` reads the same answers by the rules of docs/evaluation.md, and "
-            "`unparsed` counts those that name no option. Where the two scores are apart, the answers have a form that the "
-            "harness does not foresee."
+            "`score` is the harness's own; `by our rules` reads the same answers by the rules of docs/evaluation.md. Where the "
+            "two are apart, the answers have a form that the harness does not foresee."
         )
     if any(task.get("black_image") for task in tasks.values()):
         said.append(
@@ -107,7 +111,8 @@ def markdown(results: dict[str, Any]) -> str:
     heads, rows = table_rows(results)
     right = ["---", *["---:"] * (len(heads) - 1)]
     lines = [f"# Evaluation of {results['model']}", ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in (heads, right, *rows)]
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in rows)
+    lines += [f"| {' | '.join(cells)} |" for cells in (heads, right, *escaped)]
     lines += ["", *(f"{note}\n" for note in notes(results))]
     harnesses = ", ".join(f"{name} {version}" for name, version in results["harness_version"].items())
     commit = f", commit {results['commit']}" if results.get("commit") else ""

@@ -42,13 +42,14 @@ class Scores:
     """What the answers to a task score.
 
     `value` is the harness's own figure from 0 to 1; `units` what it is the mean of; `other` further figures of the task;
-    `parsed` what was read out of each answer by our rules, where the task has such; `extracted` the score by these rules;
+    `kinds` the scores of the units of each kind, where a task has kinds; `parsed` what was read out of each answer by our rules, where the task has such; `extracted` the score by these rules;
     `targets` the right answers; `errors` the rows that the harness could not score.
     """
 
     value: float | None
     units: list[Unit] = field(default_factory=list)
     other: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, list[float]] = field(default_factory=dict)
     targets: dict[str, Any] = field(default_factory=dict)
     parsed: dict[str, str | None] = field(default_factory=dict)
     extracted: float | None = None

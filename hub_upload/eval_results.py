@@ -31,12 +31,13 @@ BENCHMARKS = {
 def eval_result_files(results: dict | None) -> dict[str, str]:
     """The files for a results.json, by name; only tasks whose data set is known on the Hub, measured in full.
 
-    Digit scenes and other data of one's own have no data set id and stay in the card's table; so does a task without
+    Digit scenes and other data of one's own, whatever they are called, stay in the card's table; so does a task without
     score, and one of which `limit` rows were run, which would stand beside results of the whole on a leaderboard.
     """
     files = {}
     for task, result in ((results or {}).get("tasks") or {}).items():
-        if task not in BENCHMARKS or not is_number(result.get("score")) or of_run(results, result, "limit"):
+        own = result.get("harness") == "normalign"
+        if task not in BENCHMARKS or own or not is_number(result.get("score")) or of_run(results, result, "limit"):
             continue
         dataset, task_id = BENCHMARKS[task]
         entry = {"dataset": {"id": dataset, "task_id": task_id}, "value": result["score"]}

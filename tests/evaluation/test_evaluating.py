@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -70,7 +71,9 @@ def test_a_model_that_knows_scores_all_and_one_that_does_not_scores_nothing(ques
     assert (right["score"], right["n"], right["failed"]) == (100.0, 40, 0)
     assert (wrong["score"], wrong["n"], wrong["failed"]) == (0.0, 40, 0)
     assert right["low"] == pytest.approx(100 * share_interval(40, 40).low) and wrong["high"] < 10
-    assert right["other"] == {"kFalse": 100.0, "kTrue": 100.0}
+    for kind, n in (("kFalse", 32), ("kTrue", 8)):
+        found = right["kinds"][kind]
+        assert (found["score"], found["n"], found["low"]) == (100.0, n, pytest.approx(100 * share_interval(n, n).low))
 
 
 def test_rows_that_fail_are_counted_and_named_and_in_no_score(questions, tmp_path):
@@ -311,17 +314,9 @@ def test_other_weights_have_another_identity(folder, composed):
 
 def test_two_processes_share_the_rows_and_write_what_one_would(folder, scenes, tmp_path):
     one = evaluate(str(folder), tmp_path / "one", data=[scenes])
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "normalign"]
+    settings = Path(__file__).parents[2] / "configuration" / "accelerate" / "cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings)]
+    command += ["--main_process_port", "0", "-m", "normalign"]
     command += ["evaluate", str(folder), "--data", str(scenes), "--out", str(tmp_path / "two"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -339,10 +334,25 @@ def test_nothing_to_do_and_unknown_names_are_said_before_a_model_is_loaded(tmp_p
         ({"data": [scenes], "task_data": {"pope": tmp_path}}, "none of the chosen"),
         ({"data": [scenes, scenes]}, "Two tasks are called scenes"),
         ({"data": [scenes], "compare": tmp_path}, "no finished evaluation"),
+        ({"data": [tmp_path / "pope.jsonl"]}, r"pope\.jsonl has the name of a benchmark"),
     ):
         with pytest.raises(NormalignError, match=said):
             evaluate("no/such-model", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_every_kind_has_a_row_with_its_count_and_interval_in_the_report(questions, tmp_path):
+    results = run(Scripted(half), questions, tmp_path / "out")
+    heads, rows = table_rows(results)
+    cells = {row[0]: dict(zip(heads, row)) for row in rows}
+    for kind, figures in results["tasks"]["numbers"]["kinds"].items():
+        row = cells[f"numbers: {kind}"]
+        assert (row["n"], row["score"]) == (str(figures["n"]), f"{figures['score']:.2f}") and " to " in row[
+            "95% interval"
+        ]
+    strange = {**results, "tasks": {"a|b": results["tasks"]["numbers"]}}
+    lines = [line for line in markdown(strange).splitlines() if line.startswith("|")]
+    assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
 
 
 def test_intervals_of_results_hold_the_score(questions, tmp_path):

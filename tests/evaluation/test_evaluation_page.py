@@ -62,7 +62,7 @@ def test_the_questions_of_the_page_are_asked_by_its_command(folder, tmp_path, mo
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "runs/mine/results.json").read_text())["tasks"]["questions"]
     assert (result["n"], result["failed"], result["black_image"]["failed"]) == (4, 0, 0)
-    assert set(result["other"]) == {"things", "yes or no"}
+    assert {kind: figures["n"] for kind, figures in result["kinds"].items()} == {"things": 1, "yes or no": 1}
     written = {file.name for file in (tmp_path / "runs/mine").iterdir()}
     assert {"results.json", "results.md", "results.png", "samples"} <= written
 

@@ -30,6 +30,8 @@ def test_a_question_is_asked_as_it_stands_with_its_images_in_order(write, tmp_pa
 
 
 def test_choices_follow_with_letters_and_the_answer_may_be_a_letter_or_a_text(write):
+    (letters,) = OwnTask(write({"question": "What?", "choices": ["A", "B"], "answer": "b"})).rows.values()
+    assert letters["answers"] == ["B"]  # both ways it is the same
     rows = [{"question": "What?", "choices": ["a cat", "a dog"], "answer": right} for right in ("b", "B", "A dog")]
     task = OwnTask(write(*rows))
     assert not task.has_images
@@ -53,7 +55,7 @@ def test_yes_and_no_and_words_are_read_by_their_own_rules_and_counted_by_kind(wr
     )
     scores = task.score({"x": "Yes, there is a dog.", "y": "Yes", "z": "The two.", "7": "1999"})
     assert {unit.rows[0]: unit.score for unit in scores.units} == {"x": 1.0, "y": 0.0, "z": 1.0, "7": 1.0}
-    assert scores.other == {"count": 1.0, "seen": 0.5}
+    assert scores.kinds == {"count": [1.0], "seen": [1.0, 0.0]}
     assert scores.parsed == {"x": "yes", "y": "yes"}
 
 
@@ -84,6 +86,7 @@ GOOD = {"question": "What?", "answer": "a"}
         ({**GOOD, "choices": "ab"}, "two or more"),
         ({"question": "What?", "choices": ["x", "y"], "answer": "C"}, "none of the choices"),
         ({"question": "What?", "choices": ["x", "X"], "answer": "x"}, "several of the choices"),
+        ({"question": "What?", "choices": ["b", "a"], "answer": "B"}, "text of choice A and the letter of another"),
         ({**GOOD, "id": "1"}, "stands in an earlier line"),
     ],
 )

@@ -73,6 +73,11 @@ def test_own_data_and_parts_of_a_benchmark_stay_in_the_card_alone(written):
     assert eval_result_files({"accuracy": 0.9}) == eval_result_files(None) == {}
 
 
+def test_own_data_that_is_called_like_a_benchmark_is_none():
+    assert eval_result_files(results(pope={**TASK, "harness": "normalign"})) == {}
+    assert list(eval_result_files(results(pope=TASK))) == ["pope.yaml"]
+
+
 def test_versions_by_harness_are_shown_for_their_own_tasks():
     run = {**results(mmlu={**TASK, "harness": "lm-eval"}), "harness_version": {"lm-eval": "0.4.9", "lmms-eval": "1"}}
     (text,) = eval_result_files(run).values()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -213,6 +214,16 @@ def test_accumulation_changes_nothing(single, backbones, tmp_path):
         one = weights_of(single / f"stage{stage}")
         for name, value in weights_of(out).items():
             torch.testing.assert_close(value, one[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "ddp"])
+def test_the_files_for_accelerate_start_the_processes_that_they_name(name, tmp_path):
+    script = tmp_path / "who.py"
+    script.write_text("import os\nprint('process', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n")
+    done = launch(
+        "accelerate.commands.launch", "--config_file", ROOT / f"configuration/accelerate/{name}.yaml", script
+    )
+    assert sorted(re.findall(r"process \d of \d", done.stdout)) == ["process 0 of 2", "process 1 of 2"]
 
 
 def test_the_command_of_the_documentation_trains_as_one_process(recipe_file, tmp_path):
