@@ -6,11 +6,12 @@ The model is composed of the two mini backbones; the questions are digit scenes 
 The evaluation is timed whole, from a model that is loaded to results.json: telling the model from others, asking, keeping
 each batch's answers on disk (fsync), scoring them, and writing them once more with question and score. What it stands
 against opens the same images, in the same batches and order and with the same padding, calls processor, generate and
-batch_decode, and keeps nothing. Four cases:
+batch_decode, and keeps nothing. Five cases:
 
 - questions as `--data` asks them, with at most 64 new tokens;
 - answers of at most 4 tokens, a letter or a word as most benchmarks ask for: what is done around the model weighs more;
-- the same with one row a batch, so that every sample's answer is put on disk by itself;
+- the same with pictures as large as photographs, JPEG of 640 x 480: opening them takes as long as the model does;
+- the same with small ones and one row a batch, so that every sample's answer is written by itself;
 - log-likelihoods of given answers, against a forward pass, log_softmax and gather.
 
 The two take turns in one process, on one thread, by the clock, since waiting for the disk counts. That both give the same
@@ -39,13 +40,18 @@ from normalign.evaluation.own_data import OwnTask
 from normalign.train_trl.digit_scenes import digit_scene_rows
 
 
-def write_questions(rows: int, folder: Path) -> Path:
-    """Digit scenes, each with its image, as a file of questions."""
+def write_questions(rows: int, folder: Path, *, photographs: bool = False) -> Path:
+    """Digit scenes, each with its image, as a file of questions in a new folder."""
+    folder.mkdir()
+    ending = "jpg" if photographs else "png"
     lines = []
     for number, row in enumerate(digit_scene_rows(rows, split="test", text_only_share=0.0)):
-        row["images"][0].save(folder / f"{number}.png")
+        image = row["images"][0].resize((640, 480)) if photographs else row["images"][0]
+        image.save(folder / f"{number}.{ending}")
         question = row["messages"][0]["content"][-1]["text"]
-        lines.append({"id": f"{number:05}", "image": f"{number}.png", "question": question, "answer": row["answer"]})
+        lines.append(
+            {"id": f"{number:05}", "image": f"{number}.{ending}", "question": question, "answer": row["answer"]}
+        )
     file = folder / "scenes.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return file
@@ -63,14 +69,20 @@ def conversation(row: dict) -> list[dict]:
     return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["question"]}]}]
 
 
-def evaluated(model, processor, file: Path, batch_size: int, max_new_tokens: int) -> dict[str, str]:
-    """Answers by row id, of a whole evaluation into a new folder."""
+def evaluated(model, processor, file: Path, batch_size: int, max_new_tokens: int) -> Path:
+    """The file of answers of a whole evaluation, in a new folder beside the questions."""
     task = OwnTask(file)
     task.max_new_tokens = max_new_tokens
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        evaluate_tasks(ModelAnswerer(model, processor), [task], out, model="mini", batch_size=batch_size)
-        lines = (out / "samples" / f"{task.name}.jsonl").read_text(encoding="utf-8").split("\n")
+    out = Path(tempfile.mkdtemp(dir=file.parent))
+    evaluate_tasks(ModelAnswerer(model, processor), [task], out, model="mini", batch_size=batch_size)
+    return out / "samples" / f"{task.name}.jsonl"
+
+
+def read_answers(result: Path | dict) -> dict:
+    """What a way gave by row id, out of the file if it wrote one."""
+    if isinstance(result, dict):
+        return result
+    lines = result.read_text(encoding="utf-8").split("\n")
     return {row["id"]: row["answer"] for row in map(json.loads, filter(None, lines))}
 
 
@@ -155,7 +167,7 @@ def _close(one, two) -> bool:
     return isinstance(one, float) and isinstance(two, float) and abs(one - two) <= 1e-3
 
 
-def timed(run: Callable[..., dict], *arguments) -> tuple[float, dict]:
+def timed(run: Callable[..., Path | dict], *arguments) -> tuple[float, Path | dict]:
     """Seconds from call to result, and the result."""
     start = time.perf_counter()
     result = run(*arguments)
@@ -163,7 +175,7 @@ def timed(run: Callable[..., dict], *arguments) -> tuple[float, dict]:
 
 
 def main() -> None:
-    """Measures the four cases and writes the result file."""
+    """Measures the cases and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=192)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -176,11 +188,13 @@ def main() -> None:
     model = model.to(args.device).eval()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        file = write_questions(args.rows, Path(folder))
-        few = write_questions(max(1, args.rows // 4), _made(Path(folder) / "few"))
+        file = write_questions(args.rows, Path(folder) / "scenes")
+        large = write_questions(args.rows, Path(folder) / "photographs", photographs=True)
+        few = write_questions(max(1, args.rows // 4), Path(folder) / "few")
         cases = [
             ("generation, up to 64 tokens", evaluated, generated_directly, (file, args.batch_size, 64), args.rows),
             ("generation, up to 4 tokens", evaluated, generated_directly, (file, args.batch_size, 4), args.rows),
+            ("generation, photographs", evaluated, generated_directly, (large, args.batch_size, 4), args.rows),
             ("generation, one row a batch", evaluated, generated_directly, (few, 1, 4), max(1, args.rows // 4)),
             ("log-likelihoods", scored, scored_directly, (file, args.batch_size), args.rows),
         ]
@@ -194,7 +208,7 @@ def main() -> None:
                     took, results[way] = timed(ways[way], model, processor, *settings)
                     if number:
                         seconds[way].append(took)
-                refuse_difference(name, results["evaluation"], results["direct"])
+                refuse_difference(name, read_answers(results["evaluation"]), results["direct"])
             median = {way: statistics.median(values) for way, values in seconds.items()}
             for way in ways:
                 quarter, ratio, three_quarters = statistics.quantiles(
@@ -216,11 +230,6 @@ def main() -> None:
                     f"{ratio:.3f}x ({quarter:.3f} to {three_quarters:.3f})"
                 )
     write_result(args.out, rows, device=args.device, runs=args.runs)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -316,8 +316,14 @@ def _answer(
         if progress and not processes.rank:
             progress(label, done, total)
 
-    run_batched(todo, run, batch_size=batch_size, done=keep)
+    run_batched(todo, run, batch_size=batch_size, prepare=_opened if task.has_images else None, done=keep)
     return hashes
+
+
+def _opened(request: Request) -> Request:
+    """The request with its images open."""
+    images = request.images()
+    return replace(request, images=lambda: images)
 
 
 def _scored(

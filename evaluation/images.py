@@ -99,9 +99,12 @@ def _picture_of(array: np.ndarray) -> Image.Image:
 
 
 def _as_rgb(picture: Image.Image, longest: int | None) -> Image.Image:
-    from PIL import Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps
 
-    picture = ImageOps.exif_transpose(picture)
+    picture.load()
+    # exif_transpose copies a picture that stands upright, too
+    if picture.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith(("I", "F")):
         full = _SIXTEEN_BITS if picture.mode.startswith("I;16") else None
         picture = Image.fromarray(_eight_bits(np.asarray(picture), full))

@@ -57,6 +57,15 @@ class _Asked:
         return self.request.task_name, self.request.doc_id, bool(where), *where[3:], context, self.text
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A request as a conversation, images first, with these open; and the continuation that is scored."""
+
+    conversation: list[dict[str, Any]]
+    images: list[Image.Image]
+    text: str
+
+
 class NormalignModel(lmms):
     """Serves what `load_model` loads, one copy in each process.
 
@@ -148,25 +157,23 @@ class NormalignModel(lmms):
             f"{names} asks in several rounds, which the model 'normalign' of lmms-eval does not do; leave the task out."
         )
 
-    def _generate(self, batch: list[_Asked], max_new_tokens: int, stop: tuple[str, ...]) -> list[str]:
-        conversations, images = self._conversations(batch)
+    def _generate(self, batch: list[_Ready], max_new_tokens: int, stop: tuple[str, ...]) -> list[str]:
         return generate_answers(
             self.model,
             self.processor,
-            conversations,
-            images,
+            [one.conversation for one in batch],
+            [one.images for one in batch],
             batch_size=len(batch),
             max_new_tokens=max_new_tokens,
             stop=stop,
         )
 
-    def _score(self, batch: list[_Asked]) -> list[tuple[float, bool]]:
-        conversations, images = self._conversations(batch)
-        prompts = chat_prompts(self.processor, conversations)
-        continuations = [one.text for one in batch]
+    def _score(self, batch: list[_Ready]) -> list[tuple[float, bool]]:
+        prompts = chat_prompts(self.processor, [one.conversation for one in batch])
+        images, continuations = [one.images for one in batch], [one.text for one in batch]
         return log_likelihoods(self.model, self.processor, prompts, images, continuations, batch_size=len(batch))
 
-    def _run(self, asked: list[_Asked], run: Callable[[list[_Asked]], list[R]], bar: tqdm) -> list[R]:
+    def _run(self, asked: list[_Asked], run: Callable[[list[_Ready]], list[R]], bar: tqdm) -> list[R]:
         """Results in order, the longest texts first. Requests that are the same are asked once.
 
         The same are the copies that make all processes have equally many (`__padding_only__`), and repeats: a greedy answer
@@ -189,25 +196,20 @@ class NormalignModel(lmms):
                 )
                 bar.update(copies[one.key])
 
-        results = run_batched(todo, run, batch_size=self.batch_size, done=done)
+        results = run_batched(todo, run, batch_size=self.batch_size, prepare=self._ready, done=done)
         by_key = {one.key: result for one, result in zip(todo, results, strict=True)}
         return [by_key[one.key] for one in asked]
 
-    def _conversations(self, batch: list[_Asked]) -> tuple[list[list[dict[str, Any]]], list[list[Image.Image]]]:
-        """What each request is as a conversation, and its images: these first, then the text."""
-        conversations, images = [], []
-        for one in batch:
-            text, _, *where = one.request.args
-            # the mutual information of a choice is asked without a document
-            doc_to_visual, *document = where or [None]
-            visuals = doc_to_visual(self._document(*document)) if doc_to_visual else None
-            pictures = [
-                visual if isinstance(visual, Image.Image) and visual.mode == "RGB" else open_image(visual, one.name)
-                for visual in visuals or []
-            ]
-            conversations.append(question(text, len(pictures)))
-            images.append(pictures)
-        return conversations, images
+    def _ready(self, one: _Asked) -> _Ready:
+        text, _, *where = one.request.args
+        # the mutual information of a choice is asked without a document
+        doc_to_visual, *document = where or [None]
+        visuals = doc_to_visual(self._document(*document)) if doc_to_visual else None
+        images = [
+            visual if isinstance(visual, Image.Image) and visual.mode == "RGB" else open_image(visual, one.name)
+            for visual in visuals or []
+        ]
+        return _Ready(question(text, len(images)), images, one.text)
 
     def _document(self, doc_id: int, task: str, split: str) -> Any:
         return self.task_dict[task][split][doc_id]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+_SYNC_SECONDS = 5
 
 
 class SampleStore:
@@ -20,6 +24,7 @@ class SampleStore:
         self.final = folder / f"{name}.jsonl"
         self.parts = folder / f".{name}.parts"
         self.path = self.parts / f"{rank}-of-{world}.jsonl"
+        self._synced = -float("inf")
 
     def read(self) -> dict[str, dict[str, Any]]:
         """By row id, the last answer that any process wrote."""
@@ -36,16 +41,19 @@ class SampleStore:
         return rows
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds rows, on disk when this returns."""
+        """Adds rows; a process that is killed later loses none of them.
+
+        A machine that fails may lose those of the last seconds: the disk is waited for only so often, since that takes as
+        long as an answer of a small model.
+        """
         self.parts.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
         with self.path.open("a", encoding="utf-8") as file:
-            if not new and not _ends_with_newline(self.path):
-                file.write("\n")  # after the half line of a killed process
+            file.write("\n")  # a killed process may have left half a line
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                _put_on_disk(file)
+                self._synced = time.monotonic()
 
     def finish(self, rows: Iterable[dict[str, Any]]) -> None:
         """Replaces all files by one with these rows; the old ones stay until it is whole."""
@@ -54,6 +62,7 @@ class SampleStore:
         with whole.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            _put_on_disk(file)
         whole.replace(self.final)
         if self.parts.is_dir():
             for part in self.parts.glob("*.jsonl"):
@@ -61,9 +70,6 @@ class SampleStore:
             self.parts.rmdir()
 
 
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+def _put_on_disk(file: IO[str]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,6 +1,8 @@
 """Batches that shrink when memory runs out, and failures that stand only where they belong."""
 
 import gc
+import threading
+import time
 import weakref
 
 import pytest
@@ -148,6 +150,85 @@ def test_an_error_of_done_is_raised():
 def test_a_run_that_loses_results_is_refused():
     with pytest.raises(ValueError, match="2 items were run, and 1 results"):
         run_batched([1, 2], lambda items: items[:1], batch_size=2)
+
+
+def test_the_next_batch_is_prepared_in_a_thread_while_one_runs():
+    ahead, threads = threading.Event(), []
+
+    def prepare(number):
+        threads.append(threading.current_thread())
+        if number == 3:
+            ahead.set()
+        return 10 * number
+
+    def run(prepared):
+        assert ahead.wait(timeout=30)
+        return prepared
+
+    assert run_batched(range(6), run, batch_size=2, prepare=prepare) == [0, 10, 20, 30, 40, 50]
+    assert len(set(threads)) == 1 and threads[0] is not threading.current_thread() and len(threads) == 6
+
+
+def test_no_more_than_two_batches_are_held_prepared():
+    class Picture:
+        pass
+
+    alive = weakref.WeakSet()
+    most = 0
+
+    def prepare(number):
+        picture = Picture()
+        alive.add(picture)
+        return picture
+
+    def run(pictures):
+        nonlocal most
+        gc.collect()
+        most = max(most, len(alive))
+        return [0 for _ in pictures]
+
+    run_batched(range(40), run, batch_size=4, prepare=prepare)
+    assert 4 <= most <= 8
+
+
+@pytest.mark.parametrize("broken", [0, 3, 5, 9])
+def test_what_cannot_be_prepared_fails_alone(broken):
+    def prepare(number):
+        if number == broken:
+            raise OSError(f"{number} cannot be read")
+        return number
+
+    results = run_batched(range(10), Doubling(), batch_size=4, prepare=prepare)
+    assert results[broken] == Failure("OSError", f"{broken} cannot be read")
+    assert [results[i] for i in range(10) if i != broken] == [2 * i for i in range(10) if i != broken]
+
+
+def test_preparing_that_runs_out_of_memory_is_tried_again_in_a_smaller_batch():
+    tries = []
+
+    def prepare(number):
+        tries.append(number)
+        if number == 2 and tries.count(2) == 1:
+            raise MemoryError
+        return number
+
+    run = Doubling()
+    assert run_batched(range(4), run, batch_size=4, prepare=prepare) == [0, 2, 4, 6]
+    assert run.sizes == [2, 2] and tries.count(2) == 2 and tries.count(0) == 1
+
+
+def test_nothing_more_is_prepared_once_a_run_is_stopped():
+    prepared = []
+
+    def run(items):
+        raise RunStopped("stop")
+
+    with pytest.raises(RunStopped):
+        run_batched(range(100), run, batch_size=2, prepare=prepared.append)
+    count = len(prepared)
+    assert count <= 4
+    time.sleep(0.1)
+    assert len(prepared) == count
 
 
 @pytest.mark.parametrize(("cuda", "size"), [(True, 64), (False, 8)])
