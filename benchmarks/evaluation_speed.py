@@ -1,20 +1,23 @@
 """Throughput of `normalign evaluate`'s own loop against calling processor and model directly on the same batches.
 
-    OMP_NUM_THREADS=1 python benchmarks/evaluation_speed.py [--rows 192] [--runs 21] [--device cpu] [--out PATH]
+    OMP_NUM_THREADS=1 python benchmarks/evaluation_speed.py [--rows 192] [--seconds 100] [--device cpu] [--out PATH]
 
 The model is composed of the two mini backbones; the questions are digit scenes on disk, as `--data FILE.jsonl` takes them.
 The evaluation is timed whole, from a model that is loaded to results.json: telling the model from others, asking, keeping
 each batch's answers on disk (fsync), scoring them, and writing them once more with question and score. What it stands
 against opens the same images, in the same batches and order and with the same padding, calls processor, generate and
-batch_decode, and keeps nothing. Five cases:
+batch_decode, and keeps nothing. Six cases:
 
 - questions as `--data` asks them, with at most 64 new tokens;
 - answers of at most 4 tokens, a letter or a word as most benchmarks ask for: what is done around the model weighs more;
 - the same with pictures as large as photographs, JPEG of 640 x 480: opening them takes as long as the model does;
 - the same with small ones and one row a batch, so that every sample's answer is written by itself;
-- log-likelihoods of given answers, against a forward pass, log_softmax and gather.
+- log-likelihoods of given answers, against a forward pass, log_softmax and gather;
+- small pictures and answers of at most 4 tokens of a language model of SmolLM2-135M's shape with random weights: what a
+  model takes that is a hundred times as large, and still a small one.
 
-The two take turns in one process, on one thread, by the clock, since waiting for the disk counts. That both give the same
+The two take turns in one process, on one thread, by the clock, since waiting for the disk counts; each case has as many
+turns as go into --seconds, and seven at least. That both give the same
 answers is checked. The ratio is that of throughputs, so that below 1 ours is the slower: the median over the turns of the
 direct call's seconds to ours in the same turn, which a machine that is busy at times disturbs least; its quartiles are
 given beside it.
@@ -31,6 +34,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 from record import write_result
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from normalign import compose
 from normalign.evaluation.evaluating import ModelAnswerer, evaluate_tasks
@@ -55,6 +59,26 @@ def write_questions(rows: int, folder: Path, *, photographs: bool = False) -> Pa
     file = folder / "scenes.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return file
+
+
+def write_language_model(folder: Path) -> Path:
+    """A language model of SmolLM2-135M's shape with random weights, and the mini backbone's tokenizer."""
+    _, processor = compose("mini-vision", "mini-language", seed=0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        eos_token_id=processor.tokenizer.eos_token_id,
+        pad_token_id=processor.tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def batches(file: Path, batch_size: int) -> list[list[dict]]:
@@ -156,11 +180,12 @@ def scored_directly(model, processor, file: Path, batch_size: int) -> dict[str, 
     return values
 
 
-def refuse_difference(case: str, ours: dict, direct: dict) -> None:
-    """Ends the program if the two ways do not give the same: then they did not do the same work."""
+def refuse_difference(case: str, ours: dict, direct: dict) -> int:
+    """How many rows there are; ends the program if the two ways do not give the same, since the work was not the same."""
     apart = [row for row in direct if ours.get(row) != direct[row] and not _close(ours.get(row), direct[row])]
     if apart or set(ours) != set(direct):
         raise SystemExit(f"{case}: {len(apart)} of {len(direct)} rows differ between evaluation and direct call.")
+    return len(direct)
 
 
 def _close(one, two) -> bool:
@@ -179,36 +204,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=192)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=100.0, help="how long each case is measured")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "evaluation_speed.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, processor = compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)
-    model = model.to(args.device).eval()
+    mini = compose("mini-vision", "mini-language", seed=0, dtype=torch.float32)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        larger = compose("mini-vision", write_language_model(Path(folder) / "language"), seed=0, dtype=torch.float32)
         file = write_questions(args.rows, Path(folder) / "scenes")
         large = write_questions(args.rows, Path(folder) / "photographs", photographs=True)
         few = write_questions(max(1, args.rows // 4), Path(folder) / "few")
+        size = args.batch_size
         cases = [
-            ("generation, up to 64 tokens", evaluated, generated_directly, (file, args.batch_size, 64), args.rows),
-            ("generation, up to 4 tokens", evaluated, generated_directly, (file, args.batch_size, 4), args.rows),
-            ("generation, photographs", evaluated, generated_directly, (large, args.batch_size, 4), args.rows),
-            ("generation, one row a batch", evaluated, generated_directly, (few, 1, 4), max(1, args.rows // 4)),
-            ("log-likelihoods", scored, scored_directly, (file, args.batch_size), args.rows),
+            ("generation, up to 64 tokens", mini, evaluated, generated_directly, (file, size, 64)),
+            ("generation, up to 4 tokens", mini, evaluated, generated_directly, (file, size, 4)),
+            ("generation, photographs", mini, evaluated, generated_directly, (large, size, 4)),
+            ("generation, one row a batch", mini, evaluated, generated_directly, (few, 1, 4)),
+            ("log-likelihoods", mini, scored, scored_directly, (file, size)),
+            ("generation, larger model", larger, evaluated, generated_directly, (few, size, 4)),
         ]
-        for name, ours, direct, settings, count in cases:
+        for name, (model, processor), ours, direct, settings in cases:
+            model = model.to(args.device).eval()
             ways = {"direct": direct, "evaluation": ours}
             seconds: dict[str, list[float]] = {way: [] for way in ways}
-            for number in range(args.runs + 1):  # the first warms up
+            began = None
+            while began is None or time.monotonic() - began < args.seconds or len(seconds["direct"]) < 7:
                 results = {}
                 # who begins changes, so that a machine that slows down or speeds up favours neither
-                for way in list(ways) if number % 2 else reversed(ways):
+                for way in list(ways) if len(seconds["direct"]) % 2 else reversed(ways):
                     took, results[way] = timed(ways[way], model, processor, *settings)
-                    if number:
+                    if began is not None:
                         seconds[way].append(took)
-                refuse_difference(name, read_answers(results["evaluation"]), results["direct"])
+                began = began or time.monotonic()  # the first turn warms up
+                count = refuse_difference(name, read_answers(results["evaluation"]), results["direct"])
             median = {way: statistics.median(values) for way, values in seconds.items()}
             for way in ways:
                 quarter, ratio, three_quarters = statistics.quantiles(
@@ -223,13 +253,14 @@ def main() -> None:
                         "rows_per_second": count / median[way],
                         "batch_size": settings[1],
                         "rows": count,
+                        "turns": len(seconds[way]),
                     }
                 )
                 print(
                     f"{rows[-1]['case']:<42} {median[way]:7.3f} s  {rows[-1]['rows_per_second']:7.1f} rows/s  "
                     f"{ratio:.3f}x ({quarter:.3f} to {three_quarters:.3f})"
                 )
-    write_result(args.out, rows, device=args.device, runs=args.runs)
+    write_result(args.out, rows, device=args.device)
 
 
 if __name__ == "__main__":

@@ -316,7 +316,10 @@ def _answer(
         if progress and not processes.rank:
             progress(label, done, total)
 
-    run_batched(todo, run, batch_size=batch_size, prepare=_opened if task.has_images else None, done=keep)
+    try:
+        run_batched(todo, run, batch_size=batch_size, prepare=_opened if task.has_images else None, done=keep)
+    finally:
+        store.close()
     return hashes
 
 

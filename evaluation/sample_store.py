@@ -24,6 +24,7 @@ class SampleStore:
         self.final = folder / f"{name}.jsonl"
         self.parts = folder / f".{name}.parts"
         self.path = self.parts / f"{rank}-of-{world}.jsonl"
+        self._file: IO[str] | None = None
         self._synced = -float("inf")
 
     def read(self) -> dict[str, dict[str, Any]]:
@@ -46,30 +47,34 @@ class SampleStore:
         A machine that fails may lose those of the last seconds: the disk is waited for only so often, since that takes as
         long as an answer of a small model.
         """
-        self.parts.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n")  # a killed process may have left half a line
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            if time.monotonic() - self._synced > _SYNC_SECONDS:
-                _put_on_disk(file)
-                self._synced = time.monotonic()
+        if self._file is None:
+            self.parts.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        self._file.write("\n" + "\n".join(lines) + "\n")  # what stands before may be half a line
+        self._file.flush()
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Lets the file go to which rows were added; further ones open it anew."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def finish(self, rows: Iterable[dict[str, Any]]) -> None:
         """Replaces all files by one with these rows; the old ones stay until it is whole."""
+        self.close()
         self.final.parent.mkdir(parents=True, exist_ok=True)
         whole = self.final.with_suffix(".jsonl.new")
         with whole.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            _put_on_disk(file)
+            file.flush()
+            os.fsync(file.fileno())
         whole.replace(self.final)
         if self.parts.is_dir():
             for part in self.parts.glob("*.jsonl"):
                 part.unlink()
             self.parts.rmdir()
-
-
-def _put_on_disk(file: IO[str]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
